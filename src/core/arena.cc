@@ -1,0 +1,68 @@
+#include "core/arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace tessera {
+
+Arena Arena::dry() {
+  Arena arena;
+  arena.capacity_ = std::numeric_limits<int64_t>::max();
+  return arena;
+}
+
+Arena::Arena(int64_t capacity_bytes) : capacity_(std::max(aligned(capacity_bytes), kAlignment)) {
+  void* p = mmap(nullptr, static_cast<size_t>(capacity_), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    fail_user("cannot reserve {} bytes of memory for the run ({}); choose a smaller model, batch or sequence",
+              capacity_, std::strerror(errno));
+  }
+  madvise(p, static_cast<size_t>(capacity_), MADV_HUGEPAGE);  // fewer TLB misses; best effort
+  base_ = static_cast<std::byte*>(p);
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : base_(std::exchange(other.base_, nullptr)),
+      capacity_(std::exchange(other.capacity_, 0)),
+      used_(std::exchange(other.used_, 0)),
+      peak_(std::exchange(other.peak_, 0)),
+      poison_(other.poison_) {}
+
+Arena::~Arena() {
+  if (base_ != nullptr) munmap(base_, static_cast<size_t>(capacity_));
+}
+
+View Arena::allocate(DType dtype, Shape shape) {
+  const int64_t bytes = aligned(shape.elements() * bytes_of(dtype));
+  TESSERA_CHECK(bytes <= capacity_ - used_,
+                "arena of {} bytes, {} used, asked for {} more: the plan and the run differ", capacity_, used_, bytes);
+  void* p = base_ == nullptr ? nullptr : base_ + used_;
+  used_ += bytes;
+  peak_ = std::max(peak_, used_);
+  if (poison_ && p != nullptr) {
+    if (dtype == DType::f32)
+      std::fill_n(static_cast<float*>(p), shape.elements(), std::numeric_limits<float>::quiet_NaN());
+    if (dtype == DType::f64)
+      std::fill_n(static_cast<double*>(p), shape.elements(), std::numeric_limits<double>::quiet_NaN());
+  }
+  return View(p, dtype, shape);
+}
+
+View Arena::allocate_zeroed(DType dtype, Shape shape) {
+  const View view = allocate(dtype, shape);
+  view.zero();
+  return view;
+}
+
+void Arena::release_to(int64_t mark) {
+  TESSERA_CHECK(mark >= 0 && mark <= used_, "release to {} with {} used: scopes closed out of order", mark, used_);
+  used_ = mark;
+}
+
+}  // namespace tessera
