@@ -1,0 +1,124 @@
+#include "ops/short_conv/cases.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/short_conv/op.h"
+#include "ops/short_conv/reference.h"
+
+namespace tessera::ops::short_conv {
+namespace {
+
+using check::GradientRule;
+using check::Result;
+using check::Tensor;
+
+std::vector<int64_t> offsets_of(const std::vector<int64_t>& lengths) {
+  std::vector<int64_t> offsets{0};
+  for (int64_t length : lengths) offsets.push_back(offsets.back() + length);
+  return offsets;
+}
+
+// Inputs x, weight and, where used, the window; outputs y and the final window.
+void run(const Dims& d, const Documents& documents, const check::Run& r) {
+  const bool window = r.inputs.size() > 2;
+  const Inputs in{r.inputs[0], r.inputs[1], window ? r.inputs[2] : View(), documents};
+  forward(r.context, d, in, {r.outputs[0], r.outputs.size() > 1 ? r.outputs[1] : View()});
+  if (r.d_outputs.empty()) return;
+  backward(r.context, d, in, {r.d_outputs[0]}, {r.d_inputs[0], r.d_inputs[1], window ? r.d_inputs[2] : View()});
+}
+
+std::vector<Tensor> inputs(const Dims& d, int64_t documents, bool window, double scale) {
+  std::vector<Tensor> in{check::random_tensor("x", {d.tokens, d.channels}, scale),
+                         check::random_tensor("weight", {d.channels, d.width}, 0.5, GradientRule::add)};
+  if (window) in.push_back(check::random_tensor("initial_window", {documents, d.width - 1, d.channels}, scale));
+  return in;
+}
+
+check::Case make_case(int64_t channels, int64_t width, const std::vector<int64_t>& lengths, bool window,
+                      double scale = 1.0) {
+  const std::vector<int64_t> offsets = offsets_of(lengths);
+  const Dims d{offsets.back(), channels, width};
+  const auto n = static_cast<int64_t>(lengths.size());
+  return {.name = fmt::format("documents {} G {} W {}{} scale {}", fmt::join(lengths, "+"), channels, width,
+                              window ? " window" : "", scale),
+          .inputs = [=] { return inputs(d, n, window, scale); },
+          .reference =
+              [=](const std::vector<Tensor>& in) {
+                auto result = reference::forward(channels, width, offsets, in[0].values, in[1].values,
+                                                 window ? in[2].values : std::vector<double>{});
+                return std::vector<Tensor>{
+                    {"y", {d.tokens, channels}, std::move(result.y)},
+                    {"final_window", {n, width - 1, channels}, std::move(result.final_window), GradientRule::none}};
+              },
+          .run = [=](const check::Run& r) { run(d, {offsets}, r); }};
+}
+
+check::SpeedCase make_speed(Dims d) {
+  return {.name = fmt::format("T {} G {} W {}", d.tokens, d.channels, d.width),
+          .inputs = [=] { return inputs(d, 1, false, 1.0); },
+          .output_shapes = {{d.tokens, d.channels}},
+          .run =
+              [=](const check::Run& r) {
+                const std::vector<int64_t> offsets{0, d.tokens};
+                run(d, {offsets}, r);
+              }};
+}
+
+// A document split at every point, the window carried in place over the cut, equals the document in one call; so does
+// decode, one token a call.
+Result split_equals_whole() {
+  const Dims d{11, 20, 4};
+  Arena arena(1 << 22);
+  arena.set_poison(true);
+  Context ctx{Device::cpu, arena};
+  const auto view = [&](const Tensor& t) {
+    const View v = arena.allocate(DType::f32, Shape(std::span<const int64_t>(t.shape)));
+    std::transform(t.values.begin(), t.values.end(), v.as<float>(), [](double x) { return float(x); });
+    return v;
+  };
+  const std::vector<Tensor> in = inputs(d, 1, true, 1.0);
+  const View x = view(in[0]), weight = view(in[1]), start = view(in[2]);
+  const View whole = arena.allocate(DType::f32, {d.tokens, d.channels}), y = arena.allocate(DType::f32, whole.shape());
+  const View last = arena.allocate(DType::f32, start.shape()), window = arena.allocate(DType::f32, start.shape());
+  const std::vector<int64_t> all{0, d.tokens};
+  forward(ctx, d, {x, weight, start, {all}}, {whole, last});
+  int64_t different = 0;
+  const auto equal = [](const View& a, const View& b) {
+    return std::equal(a.as<float>(), a.as<float>() + a.elements(), b.as<float>());
+  };
+  for (int64_t step = 1; step <= d.tokens; ++step) {
+    std::copy_n(start.as<float>(), start.elements(), window.as<float>());
+    for (int64_t t = 0; t < d.tokens; t += step) {
+      const int64_t count = std::min(step, d.tokens - t);
+      const std::vector<int64_t> offsets{0, count};
+      forward(ctx, {count, d.channels, d.width}, {x.row_range(t, count), weight, window, {offsets}},
+              {y.row_range(t, count), window});
+    }
+    different += !equal(y, whole) + !equal(window, last);
+  }
+  return check::within("short_conv", "split with the window carried equals the whole, bit for bit",
+                       static_cast<double>(different), 0);
+}
+
+}  // namespace
+
+const check::OpTable& table() {
+  // Documents shorter than, as long as and longer than the window; empty ones first, in the middle and last. 259
+  // channels are more than a tile.
+  static const check::OpTable t{
+      .op = "short_conv",
+      .cases = {make_case(8, 4, {0}, false), make_case(8, 4, {0}, true), make_case(3, 4, {1}, true),
+                make_case(17, 4, {1}, false), make_case(16, 4, {0, 1, 2, 3, 0, 4, 5, 17, 0}, true),
+                make_case(16, 4, {5, 0, 1, 1, 1, 2, 9}, false), make_case(33, 4, {64, 65, 1}, true),
+                make_case(64, 4, {1, 1, 1, 1, 1}, true), make_case(5, 2, {3, 1, 7}, true),
+                make_case(5, 1, {3, 0, 4}, true), make_case(4, 8, {20, 3, 7, 8}, true),
+                make_case(67, 4, {6, 1, 40}, true), make_case(6, 3, {19}, true, 30.0)},
+      .speed = {make_speed({8192, 1024, 4})},
+      .more = [] { return std::vector<Result>{split_equals_whole()}; }};
+  return t;
+}
+
+}  // namespace tessera::ops::short_conv
