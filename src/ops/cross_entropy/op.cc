@@ -1,0 +1,80 @@
+// Checks, costs and the choice of back end.
+#include "ops/cross_entropy/op.h"
+
+#include <algorithm>
+
+#include "ops/cross_entropy/cpu.h"
+#include "ops/gemm/gemm.h"
+
+namespace tessera::ops::cross_entropy {
+namespace {
+
+int64_t rows_of_block(const Dims& d) { return std::min(d.block_rows, d.tokens); }
+
+// Of the largest product a block makes; float64 runs are proofs: their operands are never rounded.
+int64_t scratch_bytes(const Dims& d, DType dtype, Pass pass, Product product) {
+  if (dtype != DType::f32) return 0;
+  const int64_t n = rows_of_block(d);
+  const int64_t logits = gemm_scratch_bytes(product, n, d.vocabulary, d.width);
+  if (pass == Pass::forward) return logits;
+  return std::max({logits, gemm_scratch_bytes(product, n, d.width, d.vocabulary),
+                   gemm_scratch_bytes(product, d.vocabulary, d.width, n)});
+}
+
+void check_inputs(const Dims& d, const Inputs& in, const Outputs& out) {
+  const DType dtype = in.x.dtype();
+  TESSERA_CHECK(d.block_rows >= 1, "cross_entropy block of {} rows, wanted at least 1", d.block_rows);
+  check_view(in.x, dtype, {d.tokens, d.width}, "cross_entropy x");
+  check_view(in.weight, dtype, {d.vocabulary, d.width}, "cross_entropy weight");
+  check_view(in.targets, DType::i32, {d.tokens}, "cross_entropy targets");
+  check_view(out.loss, dtype, {d.tokens}, "cross_entropy loss");
+}
+
+cpu::Workspace allocate_workspace(Context& ctx, const Dims& d, DType dtype, Pass pass) {
+  return {ctx.arena.allocate(dtype, {rows_of_block(d), d.vocabulary}),
+          ctx.arena.allocate(DType::u8, {scratch_bytes(d, dtype, pass, ctx.product)})};
+}
+
+}  // namespace
+
+// The logits count as moved: a block of them is written by one product and read back from memory.
+Costs costs(const Dims& d, DType dtype, Pass pass, Product product) {
+  const int64_t x = d.tokens * d.width, weight = d.vocabulary * d.width, logits = d.tokens * d.vocabulary;
+  const int64_t element = bytes_of(dtype), per_token = d.tokens * (element + bytes_of(DType::i32));
+  Costs c;
+  c.workspace_bytes =
+      Arena::aligned(rows_of_block(d) * d.vocabulary * element) + scratch_bytes(d, dtype, pass, product);
+  if (pass == Pass::forward) {
+    c.gemm_flops = 2 * logits * d.width;
+    c.vector_flops = 4 * logits;
+    c.bytes_moved = (x + weight + 2 * logits) * element + per_token;
+  } else {
+    c.gemm_flops = 6 * logits * d.width;
+    c.vector_flops = 5 * logits;
+    c.bytes_moved = (2 * x + 3 * weight + 5 * logits) * element + per_token;
+  }
+  return c;
+}
+
+void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) {
+  const DType dtype = in.x.dtype();
+  check_inputs(d, in, out);
+  OpScope op(ctx, "cross_entropy", Pass::forward, costs(d, dtype, Pass::forward, ctx.product));
+  const cpu::Workspace workspace = allocate_workspace(ctx, d, dtype, Pass::forward);
+  if (ctx.dry()) return;
+  cpu::forward(d, in, out, ctx.product, workspace);
+}
+
+void forward_backward(Context& ctx, const Dims& d, const Inputs& in, double scale, const Outputs& out,
+                      const Grads& grads) {
+  const DType dtype = in.x.dtype();
+  check_inputs(d, in, out);
+  check_view(grads.x, dtype, {d.tokens, d.width}, "cross_entropy dx");
+  check_view(grads.weight, dtype, {d.vocabulary, d.width}, "cross_entropy dweight");
+  OpScope op(ctx, "cross_entropy", Pass::backward, costs(d, dtype, Pass::backward, ctx.product));
+  const cpu::Workspace workspace = allocate_workspace(ctx, d, dtype, Pass::backward);
+  if (ctx.dry()) return;
+  cpu::forward_backward(d, in, scale, out, grads, ctx.product, workspace);
+}
+
+}  // namespace tessera::ops::cross_entropy

@@ -1,0 +1,109 @@
+#include "ops/experts/cases.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "core/philox.h"
+#include "ops/experts/reference.h"
+
+namespace tessera::ops::experts {
+namespace {
+
+using check::GradientRule;
+using check::Tensor;
+
+constexpr glu::Activation kSitu{.kind = glu::Kind::situ};
+constexpr glu::Activation kSwiGlu{.kind = glu::Kind::swiglu};
+
+void run(const Dims& d, const check::Run& r) {
+  const bool backward_too = !r.d_outputs.empty();
+  Saved saved;
+  if (backward_too) saved = allocate_saved(r.context, d, r.inputs[0].dtype());
+  const Inputs in = inputs_of(r);
+  forward(r.context, d, in, {r.outputs[0]}, backward_too ? &saved : nullptr);
+  if (!backward_too) return;
+  backward(r.context, d, in, saved, {r.d_outputs[0]},
+           {r.d_inputs[0], r.d_inputs[2], r.d_inputs[3], r.d_inputs[4], r.d_inputs[5]});
+}
+
+std::string name_of(const Dims& d, Routing routing) {
+  static constexpr const char* kNames[] = {"spread", "crowded", "half used"};
+  return fmt::format("T {} E {} k {} L {} F {} {} {}", d.tokens, d.experts, d.top_k, d.width, d.hidden,
+                     d.activation.kind == glu::Kind::situ ? "SiTU" : "SwiGLU", kNames[size_t(routing)]);
+}
+
+check::Case make_case(Dims d, Routing routing = Routing::spread) {
+  return {.name = name_of(d, routing),
+          .inputs = [=] { return make_inputs(d, routing); },
+          .reference =
+              [=](const std::vector<Tensor>& in) {
+                return std::vector<Tensor>{{"y",
+                                            {d.tokens, d.width},
+                                            reference::forward(d, in[0].values, in[1].values, in[2].values,
+                                                               in[3].values, in[4].values, in[5].values)}};
+              },
+          .run = [=](const check::Run& r) { run(d, r); }};
+}
+
+check::SpeedCase make_speed(Dims d) {
+  return {.name = name_of(d, Routing::spread),
+          .inputs = [=] { return make_inputs(d, Routing::spread); },
+          .output_shapes = {{d.tokens, d.width}},
+          .run = [=](const check::Run& r) { run(d, r); }};
+}
+
+}  // namespace
+
+Inputs inputs_of(const check::Run& r) {
+  return {r.inputs[0], r.inputs[1], r.inputs[2], r.inputs[3], r.inputs[4], r.inputs[5]};
+}
+
+std::vector<double> choose_experts(const Dims& d, Routing routing) {
+  const Philox philox(7, Purpose::test);
+  std::vector<double> chosen;
+  std::vector<int64_t> pool(size_t(d.experts));
+  for (int64_t t = 0; t < d.tokens; ++t) {
+    std::iota(pool.begin(), pool.end(), int64_t{0});
+    for (int64_t s = 0; s < d.top_k; ++s) {
+      const int64_t slot = t * d.top_k + s;
+      const uint64_t left = uint64_t(d.experts - s);
+      const bool first = routing == Routing::crowded && s == 0;
+      const size_t pick = size_t(s) + (first ? 0 : size_t(philox.bits(uint64_t(slot)) % left));
+      std::swap(pool[size_t(s)], pool[pick]);
+      const int64_t expert = pool[size_t(s)];
+      const bool empty = routing == Routing::half_used && (t == 0 || slot % 3 == 1 || expert % 2 == 1);
+      chosen.push_back(empty ? -1.0 : double(expert));
+    }
+  }
+  return chosen;
+}
+
+std::vector<Tensor> make_inputs(const Dims& d, Routing routing) {
+  Tensor weights = check::random_tensor("weights", {d.tokens, d.top_k}, 0.2);
+  for (double& p : weights.values) p += 1 / double(d.top_k);
+  return {
+      check::random_tensor("x", {d.tokens, d.width}),
+      {"indices", {d.tokens, d.top_k}, choose_experts(d, routing), GradientRule::none, DType::i32},
+      weights,
+      check::random_tensor("w1", {d.experts, d.hidden, d.width}, 1 / std::sqrt(double(d.width)), GradientRule::add),
+      check::random_tensor("w3", {d.experts, d.hidden, d.width}, 1 / std::sqrt(double(d.width)), GradientRule::add),
+      check::random_tensor("w2", {d.experts, d.width, d.hidden}, 1 / std::sqrt(double(d.hidden)), GradientRule::add)};
+}
+
+const check::OpTable& table() {
+  static const check::OpTable t{
+      .op = "experts",
+      // Rows of an expert around the block of 256 and the segment of 1024; 5000 tokens: segments of an eighth.
+      .cases = {make_case({0, 4, 2, 8, 6, kSitu}), make_case({1, 4, 2, 8, 6, kSitu}),
+                make_case({1, 1, 1, 3, 5, kSwiGlu}), make_case({37, 5, 3, 16, 24, kSitu}),
+                make_case({37, 5, 3, 16, 24, kSwiGlu}), make_case({20, 64, 2, 7, 9, kSitu}),
+                make_case({45, 6, 3, 12, 10, kSitu}, Routing::half_used),
+                make_case({255, 2, 1, 5, 4, kSitu}, Routing::crowded),
+                make_case({257, 2, 1, 5, 4, kSitu}, Routing::crowded),
+                make_case({513, 4, 2, 4, 6, kSitu}, Routing::crowded), make_case({1025, 1, 1, 4, 3, kSitu}),
+                make_case({5000, 3, 2, 4, 3, kSitu}, Routing::crowded)},
+      .speed = {make_speed({8192, 16, 2, 96, 128, kSitu}), make_speed({8192, 64, 6, 256, 256, kSitu})}};
+  return t;
+}
+
+}  // namespace tessera::ops::experts

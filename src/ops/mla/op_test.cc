@@ -1,0 +1,75 @@
+#include "ops/mla/op.h"
+
+#include "ops/check/gtest_table.h"
+#include "ops/mla/cases.h"
+
+namespace tessera::ops::mla {
+namespace {
+
+TESSERA_OP_TABLE_TESTS(Mla, table())
+
+struct Small {
+  Arena arena{1 << 24};
+  Context ctx{Device::cpu, arena};
+  std::vector<int64_t> offsets{0, 3, 5};
+  Dims d{5, 2, 4, 2, 3};
+  View q = filled({5, 2, 6}), kv = filled({5, 2, 7}), shared = filled({5, 2}), o = filled({5, 2, 3});
+
+  View filled(Shape shape) {
+    const View v = arena.allocate(DType::f32, shape);
+    for (int64_t i = 0; i < v.elements(); ++i) v.as<float>()[i] = float((i * 37 + v.dim(0)) % 23 - 11) / 8;
+    return v;
+  }
+};
+
+TEST(Mla, MaxLogitIsRaisedNotLowered) {
+  Small s;
+  const View max_logit = s.arena.allocate_zeroed(DType::f32, {2});
+  max_logit.as<float>()[0] = 1e6f;
+  max_logit.as<float>()[1] = -1e6f;
+  forward(s.ctx, s.d, {s.q, s.kv, s.shared, {s.offsets}}, {s.o, max_logit}, nullptr);
+  EXPECT_EQ(max_logit.as<float>()[0], 1e6f);
+  EXPECT_GT(max_logit.as<float>()[1], -100.0f);
+}
+
+TEST(Mla, SharedKeysMayBeColumnsOfAWiderMatrix) {
+  Small s;
+  const View wide = s.filled({5, 9}), columns = wide.column_range(7, 2), d_wide = s.filled({5, 9});
+  for (int64_t t = 0; t < 5; ++t) {
+    for (int64_t i = 0; i < 2; ++i) wide.as<float>()[t * 9 + 7 + i] = s.shared.as<float>()[t * 2 + i];
+  }
+  const View dq = s.filled(s.q.shape()), dkv = s.filled(s.kv.shape()), d_shared = s.filled(s.shared.shape());
+  const View d_o = s.filled(s.o.shape());
+  const Inputs in{s.q, s.kv, s.shared, {s.offsets}};
+  Saved saved = allocate_saved(s.ctx, s.d, DType::f32);
+  forward(s.ctx, s.d, in, {s.o, {}}, &saved);
+  backward(s.ctx, s.d, in, {s.o, {}}, saved, {d_o}, {dq, dkv, d_shared});
+  Inputs strided = in;
+  strided.k_shared = columns;
+  backward(s.ctx, s.d, strided, {s.o, {}}, saved, {d_o}, {dq, dkv, d_wide.column_range(7, 2)});
+  for (int64_t t = 0; t < 5; ++t) {
+    for (int64_t i = 0; i < 2; ++i) EXPECT_EQ(d_wide.as<float>()[t * 9 + 7 + i], d_shared.as<float>()[t * 2 + i]);
+    EXPECT_EQ(d_wide.as<float>()[t * 9], float((t * 9 * 37 + 5) % 23 - 11) / 8) << "columns beside it are not written";
+  }
+}
+
+TEST(Mla, FlopsCountCausalPairsOfEachDocument) {
+  const Dims d{5, 2, 4, 2, 3};
+  const std::vector<int64_t> offsets{0, 3, 5};
+  const int64_t pairs = 2 * (6 + 3);  // heads x (3 tokens: 6 pairs, 2 tokens: 3 pairs)
+  EXPECT_EQ(costs(d, {offsets}, DType::f32, Pass::forward).gemm_flops, pairs * (2 * 6 + 2 * 3));
+  EXPECT_EQ(costs(d, {offsets}, DType::f32, Pass::backward).gemm_flops, pairs * (3 * 2 * 6 + 2 * 2 * 3));
+}
+
+TEST(Mla, WrongShapesAndEmptyCachesAreRefused) {
+  Small s;
+  EXPECT_THROW(forward(s.ctx, s.d, {s.q, s.q, s.shared, {s.offsets}}, {s.o, {}}, nullptr), Error);
+  const View kv_b = s.filled({14, 8}), q = s.filled({1, 2, 6}), o = s.filled({1, 2, 3});
+  Dims one = s.d;
+  one.tokens = 1;
+  EXPECT_THROW(decode(s.ctx, one, {q, kv_b, {s.arena.allocate(DType::f32, {0, 10})}}, o), Error);
+  EXPECT_THROW(decode(s.ctx, one, {q, kv_b, {}}, o), Error);
+}
+
+}  // namespace
+}  // namespace tessera::ops::mla
