@@ -1,0 +1,20 @@
+#pragma once
+
+#include "ops/kda/op.h"
+#include "ops/kda/walk.h"
+
+namespace tessera::ops::kda::cpu {
+
+// Workspace, in elements. `scratch` is (threads, elements of a thread), `parts` (part_count() + 1, 2) of i64,
+// `partials` (part_count(), HV, partial_width()).
+int64_t forward_scratch(const Dims&, DType);   // a thread
+int64_t backward_scratch(const Dims&, DType);  // a thread
+int64_t step_scratch(const Dims&);             // a thread
+int64_t partial_width(const Dims&);
+
+void forward(const Dims&, const Inputs&, const Outputs&, Saved*, const View& scratch, const View& parts);
+void backward(const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&, const View& scratch,
+              const View& partials, const View& parts);
+void step(const Dims&, const Inputs&, const View& state, const View& o, const View& scratch);
+
+}  // namespace tessera::ops::kda::cpu
