@@ -1,0 +1,44 @@
+// Feed-forward parts: the gated MLP (dense layers and shared experts) and LatentMoE.
+// Source: moe.md 1 (router), 3 (LatentMoE, its stabilising norm and backward), 4 (activation).
+#pragma once
+
+#include "model/layer.h"
+#include "ops/experts/op.h"
+#include "ops/rms_norm/op.h"
+#include "ops/router/balance.h"
+
+namespace tessera::model::mlp {
+
+struct Saved {
+  View gate, up;  // (T, F) pre-activations
+};
+
+Saved allocate_saved(const LayerContext&, const DenseParams&);
+void forward(const LayerContext&, const DenseParams&, const View& x, const View& y, Saved&);
+void backward(const LayerContext&, const DenseParams&, const View& x, const Saved&, const View& dy, const View& dx,
+              Into into);
+
+}  // namespace tessera::model::mlp
+
+namespace tessera::model::latent_moe {
+
+struct Saved {
+  ops::router::Outputs routing;  // (T, k) experts, weights, scores; (T) cutoff
+  View z;                        // (T, L): input of the experts; absent without a latent, where it is x
+  ops::experts::Saved experts;
+  View u, n;  // (T, L): sum of the experts, before and after the norm; absent without a latent / norm
+  ops::rms_norm::Saved norm;
+  mlp::Saved shared;
+};
+
+// Counts of one layer in a training step; absent in evaluation, inference and recomputation.
+struct Counting {
+  const ops::router::BalanceOptions& options;
+  const ops::router::Counters& counters;
+};
+
+Saved allocate_saved(const LayerContext&, const MoeParams&);
+void forward(const LayerContext&, const MoeParams&, const View& x, const View& y, Saved&, const Counting*);
+void backward(const LayerContext&, const MoeParams&, const View& x, const Saved&, const View& dy, const View& dx);
+
+}  // namespace tessera::model::latent_moe

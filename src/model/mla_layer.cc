@@ -1,0 +1,166 @@
+#include "model/mla_layer.h"
+
+#include <algorithm>
+
+#include "ops/sigmoid_gate/op.h"
+
+namespace tessera::model::mla_layer {
+namespace {
+
+ops::mla::Dims mla_dims(const LayerContext& lc) {
+  const auto& m = lc.config.mla;
+  return {lc.tokens, m.heads, m.nope_dim, m.rope_dim, m.value_dim};
+}
+ops::rms_norm::Dims norm_dims(const LayerContext& lc, int64_t width) {
+  return {lc.tokens, width, lc.config.mla.latent_norm_eps};
+}
+int64_t out_width(const LayerContext& lc) { return lc.config.mla.heads * lc.config.mla.value_dim; }
+
+View q_heads(const LayerContext& lc, const View& q) {
+  const auto& m = lc.config.mla;
+  return q.reshaped({lc.tokens, m.heads, m.nope_dim + m.rope_dim});
+}
+View kv_heads(const LayerContext& lc, const View& kv) {
+  const auto& m = lc.config.mla;
+  return kv.reshaped({lc.tokens, m.heads, m.nope_dim + m.value_dim});
+}
+View o_heads(const LayerContext& lc, const View& o) {
+  return o.reshaped({lc.tokens, lc.config.mla.heads, lc.config.mla.value_dim});
+}
+View latent_part(const LayerContext& lc, const View& kv_in) { return kv_in.column_range(0, lc.config.mla.kv_rank); }
+View shared_key(const LayerContext& lc, const View& kv_in) {
+  return kv_in.column_range(lc.config.mla.kv_rank, lc.config.mla.rope_dim);
+}
+ops::mla::Inputs attention_inputs(const LayerContext& lc, const Saved& s) {
+  return {q_heads(lc, s.q), kv_heads(lc, s.kv), shared_key(lc, s.kv_in), lc.documents};
+}
+
+// Appends this call's latents to the caches of their sequences.
+void append(const LayerContext& lc, const Saved& s, Cache& cache) {
+  const int64_t rank = lc.config.mla.kv_rank, shared = lc.config.mla.rope_dim;
+  for (int64_t n = 0; n < lc.documents.count(); ++n) {
+    const View& latent = cache.latent[static_cast<size_t>(n)];
+    int64_t& length = cache.length[static_cast<size_t>(n)];
+    const int64_t added = lc.documents.length(n);
+    TESSERA_CHECK(length + added <= latent.rows(), "latent cache of {} rows, {} used, {} more", latent.rows(), length,
+                  added);
+    if (!lc.ctx.dry()) {
+      dispatch_real(lc.dtype, [&](auto real) {
+        using Real = decltype(real);
+        for (int64_t i = 0; i < added; ++i) {
+          const int64_t t = lc.documents.begin(n) + i;
+          Real* row = latent.as<Real>() + (length + i) * (rank + shared);
+          std::copy_n(s.c.as<Real>() + t * rank, rank, row);
+          std::copy_n(s.kv_in.as<Real>() + t * (rank + shared) + rank, shared, row + rank);
+        }
+      });
+    }
+    length += added;
+  }
+}
+
+void decode(const LayerContext& lc, const MlaParams& p, const Saved& s, const Cache& cache) {
+  ops::mla::DecodeInputs in{q_heads(lc, s.q), lc.weights[p.kv_b], {}};
+  for (size_t n = 0; n < cache.latent.size(); ++n) in.latent.push_back(cache.latent[n].row_range(0, cache.length[n]));
+  ops::mla::decode(lc.ctx, mla_dims(lc), in, o_heads(lc, s.o));
+}
+
+}  // namespace
+
+Cache allocate_cache(Arena& arena, const ModelConfig& c, int64_t sequences, int64_t capacity, DType dtype) {
+  Cache cache;
+  for (int64_t n = 0; n < sequences; ++n) {
+    cache.latent.push_back(arena.allocate(dtype, {capacity, c.mla.kv_rank + c.mla.rope_dim}));
+    cache.length.push_back(0);
+  }
+  return cache;
+}
+
+Saved allocate_saved(const LayerContext& lc) {
+  const auto& m = lc.config.mla;
+  Saved s;
+  if (m.q_rank > 0) {
+    s.q_latent_in = lc.allocate({lc.tokens, m.q_rank});
+    s.q_latent = lc.allocate({lc.tokens, m.q_rank});
+    s.q_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.q_rank), lc.dtype);
+  }
+  s.q = lc.allocate({lc.tokens, m.heads * (m.nope_dim + m.rope_dim)});
+  s.kv_in = lc.allocate({lc.tokens, m.kv_rank + m.rope_dim});
+  s.c = lc.allocate({lc.tokens, m.kv_rank});
+  s.c_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.kv_rank), lc.dtype);
+  s.kv = lc.allocate({lc.tokens, m.heads * (m.nope_dim + m.value_dim)});
+  s.attention = ops::mla::allocate_saved(lc.ctx, mla_dims(lc), lc.dtype);
+  s.o = lc.allocate({lc.tokens, out_width(lc)});
+  if (m.output_gate) s.gate = lc.allocate({lc.tokens, out_width(lc)});
+  return s;
+}
+
+void forward(const LayerContext& lc, const MlaParams& p, const View& x, const View& y, Saved& s, const View& max_logit,
+             Cache* cache) {
+  const auto& m = lc.config.mla;
+  if (m.q_rank > 0) {
+    project(lc, x, p.q_a, s.q_latent_in);
+    ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.q_rank), {s.q_latent_in, lc.weights[p.q_a_norm]}, {s.q_latent},
+                           &s.q_norm);
+    project(lc, s.q_latent, p.q_b, s.q);
+  } else {
+    project(lc, x, p.q_proj, s.q);
+  }
+  project(lc, x, p.kv_a, s.kv_in);
+  ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.kv_rank), {latent_part(lc, s.kv_in), lc.weights[p.kv_a_norm]}, {s.c},
+                         &s.c_norm);
+  const bool first_call = cache == nullptr || std::ranges::all_of(cache->length, [](int64_t n) { return n == 0; });
+  if (cache != nullptr) append(lc, s, *cache);
+  if (first_call) {
+    project(lc, s.c, p.kv_b, s.kv);
+    ops::mla::forward(lc.ctx, mla_dims(lc), attention_inputs(lc, s), {o_heads(lc, s.o), max_logit}, &s.attention);
+  } else {
+    TESSERA_CHECK(lc.tokens == lc.documents.count(), "{} tokens for {} sequences: decode takes one token each",
+                  lc.tokens, lc.documents.count());
+    decode(lc, p, s, *cache);
+  }
+  if (!m.output_gate) return project(lc, s.o, p.o_proj, y);
+  project(lc, x, p.g_proj, s.gate);
+  Arena::Scope scope(lc.ctx.arena);
+  const View h = lc.allocate({lc.tokens, out_width(lc)});
+  ops::sigmoid_gate::forward(lc.ctx, {lc.tokens, out_width(lc)}, {s.o, s.gate}, {h});
+  project(lc, h, p.o_proj, y);
+}
+
+void backward(const LayerContext& lc, const MlaParams& p, const View& x, const Saved& s, const View& dy,
+              const View& dx) {
+  const auto& m = lc.config.mla;
+  Arena::Scope scope(lc.ctx.arena);
+  const Shape out{lc.tokens, out_width(lc)};
+  const View d_o = lc.allocate(out);
+  Into into = Into::overwrite;  // of dx: the first contribution overwrites
+  if (m.output_gate) {
+    Arena::Scope inner_scope(lc.ctx.arena);
+    const View h = lc.allocate(out), dgate = lc.allocate(out);
+    ops::sigmoid_gate::forward(lc.ctx, {lc.tokens, out_width(lc)}, {s.o, s.gate}, {h});
+    project_backward(lc, h, p.o_proj, dy, d_o, Into::overwrite);
+    ops::sigmoid_gate::backward(lc.ctx, {lc.tokens, out_width(lc)}, {s.o, s.gate}, {d_o}, {d_o, dgate});
+    project_backward(lc, x, p.g_proj, dgate, dx, Into::overwrite);
+    into = Into::add;
+  } else {
+    project_backward(lc, s.o, p.o_proj, dy, d_o, Into::overwrite);
+  }
+
+  const View dq = lc.allocate(s.q.shape()), dkv = lc.allocate(s.kv.shape()), dkv_in = lc.allocate(s.kv_in.shape());
+  ops::mla::backward(lc.ctx, mla_dims(lc), attention_inputs(lc, s), {o_heads(lc, s.o), View()}, s.attention,
+                     {o_heads(lc, d_o)}, {q_heads(lc, dq), kv_heads(lc, dkv), shared_key(lc, dkv_in)});
+
+  const View dc = latent_part(lc, dkv_in);
+  project_backward(lc, s.c, p.kv_b, dkv, dc, Into::overwrite);
+  ops::rms_norm::backward(lc.ctx, norm_dims(lc, m.kv_rank), {latent_part(lc, s.kv_in), lc.weights[p.kv_a_norm]},
+                          s.c_norm, {dc}, {dc, lc.weights.d(p.kv_a_norm)});
+  project_backward(lc, x, p.kv_a, dkv_in, dx, into);
+  if (m.q_rank == 0) return project_backward(lc, x, p.q_proj, dq, dx, Into::add);
+  const View dlatent = lc.allocate({lc.tokens, m.q_rank});
+  project_backward(lc, s.q_latent, p.q_b, dq, dlatent, Into::overwrite);
+  ops::rms_norm::backward(lc.ctx, norm_dims(lc, m.q_rank), {s.q_latent_in, lc.weights[p.q_a_norm]}, s.q_norm, {dlatent},
+                          {dlatent, lc.weights.d(p.q_a_norm)});
+  project_backward(lc, x, p.q_a, dlatent, dx, Into::add);
+}
+
+}  // namespace tessera::model::mla_layer

@@ -1,0 +1,87 @@
+// The whole model: embedding, sublayers, head; forward beside backward (model.cc).
+//
+// Layers are pairs of sublayers (mixer, FFN) on a residual stream P. With a plain residual a sublayer reads P; with
+// Attention Residuals it reads a softmax mix over the completed blocks and P (moe.md 5.2):
+//
+//   h = mix(blocks + [P]);   at a block boundary: blocks += P, P = none;   o = f(norm(h));   P = P + o
+//
+// Every P is kept until its backward; what a sublayer saves beyond it is dropped and recomputed where its layer asks.
+#pragma once
+
+#include <vector>
+
+#include "model/ffn_layer.h"
+#include "model/kda_layer.h"
+#include "model/mla_layer.h"
+#include "ops/attn_res/op.h"
+
+namespace tessera::model {
+
+struct Batch {
+  View ids;      // (T) i32
+  View targets;  // (T) i32; -1: no loss
+  Documents documents;
+};
+
+// What one step's forward passes leave beside the loss.
+struct StepRecord {
+  std::vector<ops::router::Counters> counters;  // one a MoE layer, in order; empty: nothing is counted
+  std::vector<View> max_logit;                  // one an MLA layer, (H); empty: not wanted
+  ops::router::BalanceOptions balance;
+};
+
+struct ModelOptions {
+  std::vector<bool> recompute;     // one a layer: keep only the residual stream, recompute the rest in backward
+  int64_t loss_block_rows = 1024;  // rows whose logits exist at a time
+};
+
+// Inference state of N sequences. Grows by 4 (r + d_p) bytes a token and MLA layer, by nothing a KDA layer.
+struct Caches {
+  std::vector<kda_layer::Cache> kda;  // one a KDA layer, in order
+  std::vector<mla_layer::Cache> mla;  // one an MLA layer, in order
+};
+
+class Model {
+ public:
+  Model(ModelConfig config, ModelOptions options);
+
+  const ModelConfig& config() const { return config_; }
+  const ParameterTable& table() const { return table_; }
+  int64_t moe_layers() const;
+  int64_t mla_layers() const;
+  StepRecord allocate_record(Arena&, DType, const ops::router::BalanceOptions&, bool want_max_logit) const;
+
+  // loss (T) in nats, 0 where there is no target; gradients of scale * sum(loss) are added to the weights' gradients.
+  void forward_backward(Context&, const Weights&, const Batch&, double scale, const View& loss, StepRecord*) const;
+  // loss (T) only. `record` may be null.
+  void evaluate(Context&, const Weights&, const Batch&, const View& loss, StepRecord* record) const;
+
+  Caches allocate_caches(Arena&, int64_t sequences, int64_t capacity, DType) const;
+  // Hidden rows before the head, (T, D), continuing the caches (null: plain forward).
+  void hidden(Context&, const Weights&, const View& ids, const Documents&, Caches*, const View& out) const;
+  // logits (R, vocabulary) of hidden rows (R, D): only as many as asked for.
+  void logits(Context&, const Weights&, const View& hidden, const View& out) const;
+
+ private:
+  struct SublayerSaved;
+  using Residuals = std::vector<View>;  // P before sublayer s; the last entry is P after the last sublayer
+
+  int64_t sublayers() const { return 2 * config_.layers; }
+  bool starts_block(int64_t s) const;                            // P is closed as a block before sublayer s
+  std::vector<View> sources(const Residuals&, int64_t s) const;  // what sublayer s reads: blocks, then P
+  const View& mix(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&) const;
+  void mix_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&, const View& dh,
+                    const Residuals& gradients) const;
+
+  void sublayer(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&, bool training, StepRecord*,
+                Caches*) const;
+  void sublayer_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&,
+                         const Residuals& gradients) const;
+  void inference_stream(const LayerContext&, const View& ids, StepRecord*, Caches*, const View& out) const;
+
+  ModelConfig config_;
+  ModelOptions options_;
+  ParameterTable table_;
+};
+
+}  // namespace tessera::model

@@ -1,0 +1,115 @@
+// The one table of parameters: name, shape, initialisation, optimizer group and owner of every tensor of a model.
+//
+// Built from the model file alone. Checkpoints, the optimizer, import and export, counts and `plan model` read it;
+// nothing else knows a parameter's name. Names are the published ones. Routed experts are one stacked tensor each for
+// w1, w2 and w3, (E, ...), standing for E published tensors: their `name` holds "{}" where the expert's number goes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/context.h"
+#include "model/config.h"
+
+namespace tessera::model {
+
+using ParamId = int32_t;
+inline constexpr ParamId kNone = -1;
+
+enum class Group : uint8_t {
+  matrix,     // Muon
+  embedding,  // AdamW with weight decay: embedding, head, router
+  vector,     // AdamW without: gains, gates' constants, convolutions, pseudo-queries
+  buffer      // no gradient: the router's bias
+};
+
+enum class Init : uint8_t { normal, ones, zeros, a_log, dt_bias, conv };
+
+struct Parameter {
+  std::string name;
+  Shape shape;
+  Init init = Init::normal;
+  double std = 0;  // of Init::normal
+  Group group = Group::matrix;
+  int64_t blocks = 1;          // matrices stacked along the first index, each orthogonalised alone (heads, experts)
+  int64_t stack = 0;           // E where the tensor stands for E published ones, else 0
+  int64_t layer = -1;          // 0-based; -1: outside the layers
+  const char* component = "";  // row of `plan model`
+  double active_share = 1;     // share a token uses: k / E for routed experts, 0 for the embedding (a look-up)
+
+  int64_t elements() const { return shape.elements(); }
+  std::string published_name(int64_t expert) const;  // `expert` is ignored unless stacked
+};
+
+struct KdaParams {
+  ParamId q_proj, k_proj, v_proj, q_conv, k_conv, v_conv, f_a, f_b, b_proj, a_log, dt_bias;
+  ParamId g_a = kNone, g_b = kNone;  // low-rank output gate
+  ParamId g_proj = kNone;            // full-rank output gate
+  ParamId o_norm, o_proj;
+};
+struct MlaParams {
+  ParamId q_proj = kNone;                              // without a query latent
+  ParamId q_a = kNone, q_a_norm = kNone, q_b = kNone;  // with one
+  ParamId kv_a, kv_a_norm, kv_b, g_proj = kNone, o_proj;
+};
+struct DenseParams {
+  ParamId gate, up, down;
+};
+struct MoeParams {
+  ParamId router, bias, w1, w2, w3;
+  ParamId down = kNone, norm = kNone, up = kNone;  // latent projections and stabilising norm
+  DenseParams shared{kNone, kNone, kNone};
+};
+struct MixParams {  // Attention Residuals; kNone with a plain residual
+  ParamId query = kNone, gain = kNone;
+};
+struct LayerParams {
+  MixParams attention_mix, ffn_mix;
+  ParamId attention_norm, ffn_norm;
+  KdaParams kda;  // one of these two
+  MlaParams mla;
+  DenseParams dense;  // one of these two
+  MoeParams moe;
+};
+
+class ParameterTable {
+ public:
+  explicit ParameterTable(const ModelConfig& config);
+
+  const std::vector<Parameter>& all() const { return parameters_; }
+  const Parameter& operator[](ParamId id) const { return parameters_[static_cast<size_t>(id)]; }
+  ParamId size() const { return static_cast<ParamId>(parameters_.size()); }
+  const LayerParams& layer(int64_t i) const { return layers_[static_cast<size_t>(i)]; }
+
+  ParamId embedding, final_norm, head;
+  MixParams output_mix;
+
+  int64_t total() const;   // trained parameters
+  int64_t active() const;  // of them, used for one token
+
+ private:
+  friend class TableBuilder;
+  std::vector<Parameter> parameters_;
+  std::vector<LayerParams> layers_;
+};
+
+// Storage for every parameter, and for its gradient when training; indexed by ParamId.
+struct Weights {
+  std::vector<View> value, gradient;
+
+  const View& operator[](ParamId id) const { return value[static_cast<size_t>(id)]; }
+  const View& d(ParamId id) const { return gradient[static_cast<size_t>(id)]; }
+};
+
+Weights allocate_weights(Arena&, const ParameterTable&, DType, bool with_gradients);
+void zero_gradients(const Weights&);
+void initialise(const ModelConfig&, const ParameterTable&, const Weights&, uint64_t seed);
+
+// Every published tensor of the table, stacked experts one by one: what checkpoints hold.
+struct NamedView {
+  std::string name;
+  View view;
+};
+std::vector<NamedView> published_tensors(const ParameterTable&, const std::vector<View>& views);
+
+}  // namespace tessera::model
