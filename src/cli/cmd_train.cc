@@ -1,0 +1,110 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "cli/overrides.h"
+#include "core/log.h"
+#include "train/trainer.h"
+
+namespace tessera::cli {
+namespace {
+
+using train::Progress;
+using train::RunResult;
+
+struct Args {
+  std::string run_file;
+  Overrides overrides;
+  bool json = false;
+};
+
+std::string step_line(const Progress& p) {
+  double max_vio = 0;
+  for (const auto& layer : p.row.report.balance) max_vio = std::max(max_vio, layer.max_vio);
+  return fmt::format("step {}/{}  loss {:.3f}  {:.3f} bits/byte  MaxVio {:.2f}  {:.0f} tokens/s  {} left", p.row.step,
+                     p.steps, p.row.loss, p.row.bits_per_byte, max_vio, p.row.tokens_per_s,
+                     human_seconds(p.seconds_left));
+}
+
+std::string eval_line(const Progress& p) {
+  const auto& e = *p.eval;
+  return fmt::format(
+      "step {}/{}  held-out {:.3f} bits/byte  loss {:.3f}  MaxVio {:.2f} (floor {:.2f})  dead experts {}", p.row.step,
+      p.steps, e.bits_per_byte, e.loss, e.routing.max_vio, e.routing.sampling_floor, e.routing.dead_experts);
+}
+
+void report(const Progress& p) {
+  if (p.row.tokens > 0) show_progress(step_line(p));
+  if (p.eval) {
+    clear_progress();
+    log_info("{}", eval_line(p));
+  }
+}
+
+std::string summary(const train::RunConfig& config, const RunResult& r) {
+  std::string text = r.resumed_from >= 0 ? fmt::format("resumed from step {}\n", r.resumed_from) : "";
+  text += fmt::format("{} at step {} of {}: {} tokens, {} here\n", r.stopped_early ? "stopped" : "finished", r.step,
+                      config.train.steps, human_count(double(r.tokens)), human_seconds(r.seconds));
+  if (r.last_eval.tokens > 0) {
+    text += fmt::format("held-out text: {:.3f} -> {:.3f} bits/byte\n", r.first_eval.bits_per_byte,
+                        r.last_eval.bits_per_byte);
+    text +=
+        fmt::format("experts: MaxVio {:.2f} on held-out text (sampling floor {:.2f}), {} dead\n",
+                    r.last_eval.routing.max_vio, r.last_eval.routing.sampling_floor, r.last_eval.routing.dead_experts);
+  }
+  text +=
+      fmt::format("memory: {} planned, {} used at peak\n", human_bytes(r.plan.planned_peak), human_bytes(r.peak_bytes));
+  text += fmt::format("run:        {}\nmetrics:    {}/metrics.jsonl\ncheckpoint: {}\n", config.dir, config.dir,
+                      r.checkpoint);
+  return text;
+}
+
+void print_result(const Args& args, const train::RunConfig& config, const RunResult& r) {
+  if (!args.json) return print(summary(config, r));
+  print_json({{"step", r.step},
+              {"steps", config.train.steps},
+              {"stopped_early", r.stopped_early},
+              {"resumed_from", r.resumed_from},
+              {"tokens", r.tokens},
+              {"seconds", r.seconds},
+              {"first_bits_per_byte", r.first_eval.bits_per_byte},
+              {"bits_per_byte", r.last_eval.bits_per_byte},
+              {"max_vio", r.last_eval.routing.max_vio},
+              {"sampling_floor", r.last_eval.routing.sampling_floor},
+              {"dead_experts", r.last_eval.routing.dead_experts},
+              {"static_bytes", r.plan.static_bytes},
+              {"planned_peak_bytes", r.plan.planned_peak},
+              {"peak_bytes", r.peak_bytes},
+              {"run", config.dir},
+              {"checkpoint", r.checkpoint}});
+}
+
+void run(const Args& args) {
+  const train::RunConfig config =
+      train::load_run_config(args.run_file, [&](config::Options& o) { args.overrides.apply(o); });
+  train::Trainer trainer(config);
+  const RunResult result = trainer.run(report);
+  clear_progress();
+  print_result(args, config, result);
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  auto args = std::make_shared<Args>();
+  CLI::App* command = app.add_subcommand("train", "Train a model; resumes by itself from the newest good checkpoint");
+  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  command->add_flag("--json", args->json, "Print the result as JSON");
+  train::RunConfig defaults;
+  config::Options options;
+  defaults.bind(options);
+  args->overrides.add_to(*command, options.keys());
+  command->callback([args] { run(*args); });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,126 @@
+#include "train/bench_step.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <map>
+
+#include "core/philox.h"
+#include "ops/gemm/gemm.h"
+#include "train/step.h"
+
+namespace tessera::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+RunConfig run_config(const StepBenchOptions& o) {
+  RunConfig run;
+  run.model_file = o.model_file;
+  run.data.context = o.context;
+  run.train.tokens_per_step = run.train.micro_tokens = std::max(o.context, o.tokens / o.context * o.context);
+  run.train.product = o.product;
+  run.train.recompute_all = o.recompute_all;
+  return run;
+}
+
+std::vector<int64_t> sequence_offsets(const RunConfig& run) {
+  std::vector<int64_t> offsets;
+  for (int64_t t = 0; t <= run.train.micro_tokens; t += run.data.context) offsets.push_back(t);
+  return offsets;
+}
+
+void one_step(Context& ctx, Stepper& stepper, const std::vector<int64_t>& offsets, int64_t step) {
+  const int64_t tokens = offsets.back();
+  stepper.accumulate(ctx, {stepper.ids(tokens), stepper.targets(tokens), {offsets}}, tokens);
+  stepper.finish(ctx, 1e-3, step);
+}
+
+void fill_tokens(const Stepper& stepper, int64_t tokens, int64_t vocabulary) {
+  const Philox random(1, Purpose::test);
+  for (int64_t t = 0; t < tokens; ++t) {
+    stepper.ids(tokens).as<int32_t>()[t] = static_cast<int32_t>(random.bits(uint64_t(t)) % uint64_t(vocabulary));
+    stepper.targets(tokens).as<int32_t>()[t] =
+        static_cast<int32_t>(random.bits(uint64_t(t + 1)) % uint64_t(vocabulary));
+  }
+}
+
+void add_profile(const Ledger& ledger, int64_t steps, StepBench& b) {
+  std::map<std::string, StepBench::Row> rows;
+  for (const auto& [key, entry] : ledger.entries()) {
+    StepBench::Row& row = rows[key.first];
+    row.op = key.first;
+    row.seconds += entry.seconds / double(steps);
+    row.gemm_flops += double(entry.costs.gemm_flops) / double(steps);
+  }
+  for (auto& [op, row] : rows) {
+    row.share = row.seconds / b.step_s;
+    row.gemm_flops = row.seconds > 0 ? row.gemm_flops / row.seconds : 0;
+    b.by_op.push_back(row);
+  }
+  std::ranges::sort(b.by_op, std::greater<>(), &StepBench::Row::seconds);
+}
+
+}  // namespace
+
+StepBench bench_step(const StepBenchOptions& o) {
+  StepBench b;
+  b.gemm_rate = ops::measured_gemm_rate(o.product);
+  const auto begin = Clock::now();
+  const RunConfig run = run_config(o);
+  model::ModelConfig config = model::load_model_config(o.model_file);
+  if (o.kda_only) config.mla_layers.clear();
+  const model::Model model(config, run.model_options(config));
+  const std::vector<int64_t> offsets = sequence_offsets(run);
+
+  Ledger planned;
+  Arena dry = Arena::dry();
+  Context dry_ctx{Device::dry, dry, &planned, o.product};
+  Stepper dry_stepper(dry_ctx, model, run);
+  one_step(dry_ctx, dry_stepper, offsets, 0);
+
+  Arena arena(dry.peak());
+  Ledger ledger;
+  Context ctx{Device::cpu, arena, &ledger, o.product};
+  Stepper stepper(ctx, model, run);
+  model::initialise(config, model.table(), stepper.weights(), 1);
+  fill_tokens(stepper, run.train.micro_tokens, config.vocabulary);
+  one_step(ctx, stepper, offsets, 0);
+  b.first_step_s = seconds_since(begin);
+
+  ledger.clear();
+  std::vector<double> seconds;
+  for (int64_t s = 0; s < o.steps; ++s) {
+    const auto step_begin = Clock::now();
+    one_step(ctx, stepper, offsets, s + 1);
+    seconds.push_back(seconds_since(step_begin));
+  }
+  std::ranges::nth_element(seconds, seconds.begin() + o.steps / 2);
+  b.step_s = seconds[static_cast<size_t>(o.steps / 2)];
+
+  double flops = 0;
+  for (const auto& [key, entry] : planned.entries()) {
+    if (key.first != "muon" && key.first != "adamw") flops += double(entry.costs.gemm_flops);
+  }
+  b.model = config.name;
+  b.context = run.data.context;
+  b.tokens = run.train.micro_tokens;
+  b.tokens_per_s = double(b.tokens) / b.step_s;
+  b.flops_per_token = flops / double(b.tokens);
+  b.achieved_flops = flops / b.step_s;
+  b.gemm_share = b.achieved_flops / b.gemm_rate;
+  b.static_bytes = stepper.static_bytes();
+  b.planned_peak_bytes = dry.peak();
+  b.peak_bytes = arena.peak();
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  b.process_peak_bytes = usage.ru_maxrss * 1024;
+  add_profile(ledger, o.steps, b);
+  return b;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,157 @@
+#include "train/run_config.h"
+
+#include <filesystem>
+
+#include "config/options.h"
+#include "ops/gemm/gemm.h"
+
+namespace tessera::train {
+
+using config::above;
+using config::at_least;
+using config::between;
+
+static void bind_balance(config::Options& o, ops::router::BalanceOptions& b) {
+  using ops::router::Balance;
+  o.add_choice("balance.method", &b.method,
+               {{"quantile_centred", Balance::quantile_centred},
+                {"quantile_uniform", Balance::quantile_uniform},
+                {"sign", Balance::sign},
+                {"none", Balance::none}},
+               "how the router's bias follows the load");
+  o.add("balance.bins", &b.bins, "B, histogram bins an expert", at_least(8));
+  o.add("balance.width", &b.width, "h of the centred bins: resolution around the current bias", above(0));
+  o.add("balance.smoothing", &b.smoothing, "rho: share of the old bias that stays", between(0, 1));
+  o.add("balance.sign_step", &b.sign_step, "gamma of the sign rule", above(0));
+  o.add("balance.min_tokens", &b.min_tokens, "tokens an expert needs on average before the bias moves", above(0));
+}
+
+static void bind_optim(config::Options& o, RunConfig::Optim& c) {
+  using optim::DecayForm;
+  using optim::Shape;
+  o.add("optim.learning_rate", &c.learning_rate, "peak, shared by Muon and AdamW", above(0));
+  o.add_choice("optim.schedule", &c.schedule,
+               {{"constant", Shape::constant}, {"cosine", Shape::cosine}, {"wsd", Shape::wsd}}, "shape of the rate");
+  o.add_choice(
+      "optim.decay_form", &c.decay_form,
+      {{"cosine", DecayForm::cosine}, {"linear", DecayForm::linear}, {"one_minus_sqrt", DecayForm::one_minus_sqrt}},
+      "last part of a wsd schedule");
+  o.add("optim.warmup_steps", &c.warmup_steps, "linear warm-up", at_least(0));
+  o.add("optim.decay_fraction", &c.decay_fraction, "share of the steps in the last part of wsd", between(0, 1));
+  o.add("optim.floor_ratio", &c.floor_ratio, "rate at the end over the peak", between(0, 1));
+  o.add("optim.weight_decay", &c.weight_decay, "decoupled, on matrices", at_least(0));
+  o.add("optim.clip_norm", &c.rules.clip_norm, "largest global gradient norm; 0: off", at_least(0));
+  o.add("optim.momentum", &c.rules.momentum, "Muon", between(0, 1));
+  o.add("optim.nesterov", &c.rules.nesterov, "Muon");
+  o.add("optim.newton_schulz_steps", &c.rules.newton_schulz_steps, "Muon", at_least(1));
+  o.add("optim.beta1", &c.rules.beta1, "AdamW", between(0, 1));
+  o.add("optim.beta2", &c.rules.beta2, "AdamW", between(0, 1));
+  o.add("optim.epsilon", &c.rules.epsilon, "AdamW", above(0));
+  o.add("optim.qk_clip", &c.qk_clip, "largest attention logit of an MLA head before its projections shrink; 0: off",
+        at_least(0));
+}
+
+void RunConfig::bind(config::Options& o) {
+  o.add("run.dir", &dir, "directory for everything the run makes");
+  o.add("run.seed", &seed, "of initialisation and data order");
+  o.add_choice("run.device", &device, {{"cpu", Device::cpu}, {"cuda", Device::cuda}}, "where the run computes");
+  o.add("run.threads", &threads, "CPU threads; 0: all", at_least(0));
+  o.add("model.file", &model_file, "model file (configs/models/*.toml)");
+
+  o.add("data.store", &data.store, "token store, made by `tessera data build`");
+  o.add("data.context", &data.context, "C, tokens of a sequence", at_least(2));
+
+  o.add("train.steps", &train.steps, "optimizer steps in all", at_least(0));
+  o.add("train.tokens_per_step", &train.tokens_per_step, "tokens of a step; a multiple of data.context", at_least(1));
+  o.add("train.micro_tokens", &train.micro_tokens,
+        "tokens of one forward and backward; divides tokens_per_step; less means less memory", at_least(1));
+  o.add_choice("train.product", &train.product, {{"f32", Product::f32}, {"bf16", Product::bf16}},
+               "operands of large matrix products; sums are float32 in both");
+  o.add("train.recompute", &train.recompute, "layers, counted from 1, that recompute in backward instead of saving",
+        at_least(1));
+  o.add("train.recompute_all", &train.recompute_all, "every layer recomputes");
+  o.add("train.loss_block_rows", &train.loss_block_rows, "rows whose logits exist at a time", at_least(1));
+
+  bind_optim(o, optim);
+  bind_balance(o, balance);
+
+  o.add("guard.on", &guard.on, "watch for collapsing experts");
+  o.add("guard.window", &guard.window, "steps of one window of the watch", at_least(1));
+  o.add("guard.grace", &guard.grace, "first steps that are not judged", at_least(0));
+  o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
+
+  o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the end", at_least(0));
+  o.add("eval.tokens", &eval.tokens, "held-out tokens of an evaluation", at_least(1));
+  o.add("checkpoint.every", &checkpoint.every, "steps between checkpoints; 0: only at the end and on a signal",
+        at_least(0));
+  o.add("checkpoint.keep_last", &checkpoint.keep_last, "checkpoints kept", at_least(1));
+}
+
+void RunConfig::check(const std::string& where) const {
+  if (model_file.empty())
+    fail_user("{}: model.file is not set; name a model file such as configs/models/nano.toml", where);
+  if (data.store.empty()) fail_user("{}: data.store is not set; make one with `tessera data build` and name it", where);
+  if (train.tokens_per_step % data.context != 0) {
+    fail_user("{}: train.tokens_per_step is {}, not a multiple of data.context {}; try {}", where,
+              train.tokens_per_step, data.context,
+              std::max<int64_t>(1, train.tokens_per_step / data.context) * data.context);
+  }
+  if (train.micro_tokens % data.context != 0 || train.tokens_per_step % train.micro_tokens != 0) {
+    fail_user(
+        "{}: train.micro_tokens is {}; wanted a multiple of data.context {} that divides train.tokens_per_step {}",
+        where, train.micro_tokens, data.context, train.tokens_per_step);
+  }
+  if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
+    fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);
+  }
+  if (device == Device::cuda) {
+    fail_user("{}: run.device is \"cuda\", and this program has no CUDA back end for training; use \"cpu\"", where);
+  }
+  schedule().validate();
+}
+
+optim::Schedule RunConfig::schedule() const {
+  return {.peak = optim.learning_rate,
+          .floor_ratio = optim.floor_ratio,
+          .warmup_steps = optim.warmup_steps,
+          .total_steps = train.steps,
+          .shape = optim.schedule,
+          .decay_fraction = optim.decay_fraction,
+          .decay_form = optim.decay_form};
+}
+
+model::ModelOptions RunConfig::model_options(const model::ModelConfig& c) const {
+  model::ModelOptions options;
+  options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all);
+  for (int64_t layer : train.recompute) {
+    if (layer > c.layers) {
+      fail_user("train.recompute names layer {}, the model has {}; layers count from 1", layer, c.layers);
+    }
+    options.recompute[static_cast<size_t>(layer - 1)] = true;
+  }
+  options.loss_block_rows = train.loss_block_rows;
+  return options;
+}
+
+RunConfig load_run_config(const std::string& path, const std::function<void(config::Options&)>& overrides) {
+  RunConfig c;
+  config::Options options;
+  c.bind(options);
+  options.load_file(path);
+  if (overrides) overrides(options);
+  const auto beside = std::filesystem::path(path).parent_path() / c.model_file;
+  if (!c.model_file.empty() && !std::filesystem::exists(c.model_file) && std::filesystem::exists(beside)) {
+    c.model_file = beside.string();
+  }
+  c.check(path);
+  return c;
+}
+
+std::string dump_run_config(const RunConfig& config) {
+  RunConfig copy = config;
+  config::Options options;
+  copy.bind(options);
+  return options.dump();
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,104 @@
+#include "train/step.h"
+
+#include "optim/qk_clip.h"
+
+namespace tessera::train {
+
+Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
+    : model_(model),
+      run_(run),
+      weights_(model::allocate_weights(ctx.arena, model.table(), DType::f32, true)),
+      optimizer_(slots(run), run.optim.rules),
+      record_(model.allocate_record(ctx.arena, DType::f32, run.balance, run.optim.qk_clip > 0)) {
+  optimizer_.allocate_state(ctx);
+  ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
+  targets_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
+  losses_ = ctx.arena.allocate(DType::f32, {run.train.micro_tokens});
+  static_bytes_ = ctx.arena.used();
+}
+
+std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
+  std::vector<optim::Slot> slots;
+  for (model::ParamId id = 0; id < model_.table().size(); ++id) {
+    const model::Parameter& p = model_.table()[id];
+    if (p.group == model::Group::buffer) continue;
+    slots.push_back({.name = p.name,
+                     .value = weights_[id],
+                     .gradient = weights_.d(id),
+                     .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
+                     .blocks = p.blocks,
+                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay});
+  }
+  return slots;
+}
+
+double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens) {
+  const int64_t tokens = batch.ids.elements();
+  if (tokens == 0) return 0;
+  const View loss = losses(tokens);
+  model_.forward_backward(ctx, weights_, batch, loss_tokens > 0 ? 1.0 / double(loss_tokens) : 0.0, loss, &record_);
+  if (ctx.dry()) return 0;
+  double sum = 0;
+  for (int64_t t = 0; t < tokens; ++t) sum += double(loss.as<float>()[t]);
+  return sum;
+}
+
+StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step) {
+  const optim::StepReport update = optimizer_.step(ctx, learning_rate, step);
+  StepReport report{update.gradient_norm, update.clip_scale, update.finite, 0, {}};
+  const model::ModelConfig& c = model_.config();
+  size_t mla = 0;
+  for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
+    if (!c.is_mla(l)) continue;
+    const model::MlaParams& p = model_.table().layer(l).mla;
+    const View& max_logit = record_.max_logit[mla++];
+    if (update.finite) {
+      report.heads_clipped +=
+          optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
+                         max_logit, weights_[p.q_proj != model::kNone ? p.q_proj : p.q_b], weights_[p.kv_b]);
+    }
+    max_logit.zero();
+  }
+  model::zero_gradients(weights_);
+  if (ctx.dry()) return report;
+  const ops::router::Dims dims{0, c.moe.experts, c.moe.top_k};
+  size_t moe = 0;
+  for (int64_t l = 0; l < c.layers; ++l) {
+    if (!c.is_moe(l)) continue;
+    const ops::router::Counters& counters = record_.counters[moe++];
+    if (update.finite) {
+      report.balance.push_back(
+          ops::router::balance(dims, run_.balance, weights_[model_.table().layer(l).moe.bias], counters));
+    } else {
+      ops::router::clear(counters);
+    }
+  }
+  return report;
+}
+
+std::vector<model::NamedView> Stepper::state() const {
+  std::vector<model::NamedView> named = model::published_tensors(model_.table(), weights_.value);
+  // The optimizer names its state after the table's names; stacked experts are spelled out one by one.
+  for (const auto& [name, view] : optimizer_.state()) {
+    const size_t hole = name.find("{}");
+    if (hole == std::string::npos) {
+      named.push_back({name, view});
+      continue;
+    }
+    for (int64_t e = 0; e < view.rows(); ++e) {
+      named.push_back({name.substr(0, hole) + std::to_string(e) + name.substr(hole + 2), view.at(e)});
+    }
+  }
+  // Zero at a step boundary, but for a layer that has yet to see enough tokens to move its bias.
+  for (size_t l = 0; l < record_.counters.size(); ++l) {
+    const ops::router::Counters& c = record_.counters[l];
+    for (const auto& [what, view] :
+         {std::pair{"load", c.load}, std::pair{"weight", c.weight}, std::pair{"by_bias", c.by_bias},
+          std::pair{"histogram", c.histogram}, std::pair{"tokens", c.tokens}}) {
+      if (view.present()) named.push_back({fmt::format("balance.{}.{}", l, what), view});
+    }
+  }
+  return named;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,55 @@
+// One optimisation step: its storage, its gradients, its update. The order is moe.md 8:
+//
+//   for each micro-batch: forward, backward -> finite check, clip -> Muon and AdamW -> QK-clip -> balance the routers
+//
+// The same class runs dry: on a dry context it takes the same memory and charges the same costs, which is the plan.
+#pragma once
+
+#include "train/run_config.h"
+
+namespace tessera::train {
+
+struct StepReport {
+  double gradient_norm = 0;
+  double clip_scale = 1;
+  bool finite = true;                               // false: the step changed nothing
+  int64_t heads_clipped = 0;                        // QK-clip
+  std::vector<ops::router::BalanceReport> balance;  // one a MoE layer
+};
+
+class Stepper {
+ public:
+  // Takes parameters, gradients, optimizer state, counters and batch buffers from the arena.
+  Stepper(Context& ctx, const model::Model& model, const RunConfig& run);
+
+  // Gradients of one micro-batch are added to those of the step: `loss_tokens` is the count of the whole step.
+  // Returns the sum of the batch's losses, nats (0 on dry).
+  double accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens);
+  StepReport finish(Context& ctx, double learning_rate, int64_t step);
+
+  const model::Model& model() const { return model_; }
+  const model::Weights& weights() const { return weights_; }
+  optim::Optimizer& optimizer() { return optimizer_; }
+  const std::vector<ops::router::Counters>& counters() const { return record_.counters; }
+  int64_t static_bytes() const { return static_bytes_; }
+
+  // Buffers of one micro-batch, sized for `micro_tokens`.
+  View ids(int64_t tokens) const { return ids_.row_range(0, tokens); }
+  View targets(int64_t tokens) const { return targets_.row_range(0, tokens); }
+  View losses(int64_t tokens) const { return losses_.row_range(0, tokens); }
+
+  // Everything a checkpoint holds, under published names; optimizer state as "<rule>.<moment>.<name>".
+  std::vector<model::NamedView> state() const;
+
+ private:
+  std::vector<optim::Slot> slots(const RunConfig& run) const;
+  const model::Model& model_;
+  const RunConfig& run_;
+  model::Weights weights_;
+  optim::Optimizer optimizer_;
+  model::StepRecord record_;
+  View ids_, targets_, losses_;
+  int64_t static_bytes_ = 0;
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,76 @@
+// The training loop of `tessera train`: from a run file to a run directory, resuming by itself.
+//
+//   DIR/run.toml        the run, resolved in full          DIR/metrics.jsonl  a row a step and an evaluation
+//   DIR/model.toml      the model                          DIR/checkpoints/   newest last; any of them can be used
+//   DIR/README.txt      what each of these files is        DIR/tokenizer.model  with a SentencePiece vocabulary
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "train/evaluate.h"
+#include "train/guard.h"
+#include "train/metrics.h"
+#include "train/saved_model.h"
+#include "train/step.h"
+
+namespace tessera::train {
+
+// Bytes of a run on this machine: what the dry run says, before anything is allocated.
+struct MemoryPlan {
+  int64_t static_bytes = 0;  // parameters, gradients, optimizer state, counters, batch buffers
+  int64_t planned_peak = 0;  // with the activations of the first step's batches
+  int64_t capacity = 0;      // address space taken: the worst packing of documents, or an evaluation
+};
+
+struct Progress {
+  StepRow row;
+  int64_t steps = 0;  // of the run
+  double seconds_left = 0;
+  std::optional<EvalReport> eval;  // after an evaluation
+};
+
+struct RunResult {
+  bool stopped_early = false;  // by a signal
+  int64_t step = 0;            // steps done
+  int64_t resumed_from = -1;   // step of the checkpoint; -1: a new run
+  int64_t tokens = 0;
+  double seconds = 0;                // of training here, evaluations included
+  EvalReport first_eval, last_eval;  // of this start
+  StepReport last_step;
+  MemoryPlan plan;
+  int64_t peak_bytes = 0;  // of the arena, measured
+  std::string checkpoint;  // newest
+};
+
+class Trainer {
+ public:
+  explicit Trainer(RunConfig config);
+  ~Trainer();
+
+  const model::Model& model() const { return model_; }
+  RunResult run(const std::function<void(const Progress&)>& progress);
+
+ private:
+  struct Corpus;
+  struct Storage;
+  MemoryPlan plan_memory();
+  void require_memory(const MemoryPlan& plan) const;
+  void write_run_files() const;
+  void resume_or_initialise();
+  StepRow take_step();
+  EvalReport evaluate_now();
+  std::string save();
+
+  RunConfig config_;
+  model::Model model_;
+  std::unique_ptr<Corpus> corpus_;
+  std::unique_ptr<Storage> storage_;
+  Guard guard_;
+  SavedState state_;
+  int64_t resumed_from_ = -1;
+};
+
+}  // namespace tessera::train
