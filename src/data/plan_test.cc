@@ -72,20 +72,12 @@ TEST_F(PlanTest, AnEpochHoldsEveryTokenOnce) {
   }
 }
 
-TEST_F(PlanTest, PiecesOfADocumentComeInOrderAndNearEachOther) {
+TEST_F(PlanTest, NeighbouringSequencesComeFromAllOverTheStore) {
   const Store store = make_store("s", random_lengths(300, 2, 2000));
-  std::map<int64_t, int64_t> next, last_sequence;
   const auto sequences = epoch_sequences(store, 128, 1);
-  for (size_t q = 0; q < sequences.size(); ++q) {
-    for (const Segment& segment : sequences[q]) {
-      EXPECT_EQ(segment.begin, next[segment.doc]) << "document " << segment.doc;
-      next[segment.doc] += segment.length;
-      if (segment.begin > 0) {
-        EXPECT_LE(int64_t(q) - last_sequence[segment.doc], 200);
-      }
-      last_sequence[segment.doc] = int64_t(q);
-    }
-  }
+  size_t same = 0;
+  for (size_t q = 1; q < sequences.size(); ++q) same += sequences[q].front().doc == sequences[q - 1].front().doc;
+  EXPECT_LT(same, sequences.size() / 50);  // in document order nearly all neighbours would share one
 }
 
 TEST_F(PlanTest, EpochsDifferAndShortDocumentsAreNotBunched) {

@@ -1,8 +1,6 @@
 #include "data/source_stream.h"
 
 #include <algorithm>
-#include <numeric>
-#include <tuple>
 
 #include "core/error.h"
 #include "data/order.h"
@@ -14,37 +12,6 @@ namespace {
 constexpr int64_t kBufferDocuments = 65'536;
 constexpr size_t kKeptBuffers = 2;
 constexpr uint64_t kShuffleKey = 0x73687566666C65;  // keeps the order of sequences apart from the order of documents
-
-// Sequences that share a document form a group: joined here, shuffled as one.
-class Groups {
- public:
-  explicit Groups(size_t count) : parent_(count) { std::iota(parent_.begin(), parent_.end(), 0); }
-
-  size_t of(size_t i) {
-    while (parent_[i] != i) i = parent_[i] = parent_[parent_[i]];
-    return i;
-  }
-  void join(size_t a, size_t b) {
-    a = of(a), b = of(b);
-    parent_[std::max(a, b)] = std::min(a, b);
-  }
-
- private:
-  std::vector<size_t> parent_;
-};
-
-// Within a group, sequences of one whole piece come first; then those with a last piece; of two equal last pieces the
-// second comes after the first. A first and a second half never share a sequence: together they are over C.
-int rank_in_group(std::span<const Segment> segments, int64_t context, const Store& store) {
-  int rank = 0;
-  for (const Segment& segment : segments) {
-    if (!segment.continued && segment.length == store.length(segment.doc)) continue;
-    const bool last = segment.begin + segment.length == store.length(segment.doc);
-    const bool second_half = last && segment.begin % context != 0;
-    rank = std::max(rank, second_half ? 2 : segment.length < context ? 1 : 0);
-  }
-  return rank;
-}
 
 }  // namespace
 
@@ -102,34 +69,12 @@ SourceStream::Buffer SourceStream::make(int64_t number) const {
   std::vector<int64_t> lengths;
   for (const Segment& piece : pieces) lengths.push_back(piece.length);
   const Bins bins = pack_best_fit(lengths, options_.context);
-  const size_t count = static_cast<size_t>(bins.count());
-
-  std::vector<std::vector<Segment>> sequences(count);
-  std::vector<size_t> bin_of(pieces.size());
-  for (size_t b = 0; b < count; ++b) {
-    for (const int64_t item : bins.bin(static_cast<int64_t>(b))) {
-      bin_of[static_cast<size_t>(item)] = b;
-      sequences[b].push_back(pieces[static_cast<size_t>(item)]);
-    }
-  }
-  Groups groups(count);
-  for (size_t p = 1; p < pieces.size(); ++p) {
-    if (pieces[p].continued) groups.join(bin_of[p - 1], bin_of[p]);
-  }
-
-  // Sorted by (shuffled place of the group, rank in the group, number): full pieces were packed in document order.
   const Permutation shuffle(bins.count(), options_.seed ^ kShuffleKey, static_cast<uint64_t>(options_.source),
                             static_cast<uint64_t>(number));
-  std::vector<std::tuple<int64_t, int, size_t>> order;
-  for (size_t b = 0; b < count; ++b) {
-    order.emplace_back(shuffle(static_cast<int64_t>(groups.of(b))),
-                       rank_in_group(sequences[b], options_.context, store_), b);
-  }
-  std::sort(order.begin(), order.end());
   Buffer buffer;
   buffer.number = number;
-  for (const auto& [place, rank, b] : order) {
-    buffer.segments.insert(buffer.segments.end(), sequences[b].begin(), sequences[b].end());
+  for (int64_t place = 0; place < bins.count(); ++place) {
+    for (const int64_t item : bins.bin(shuffle(place))) buffer.segments.push_back(pieces[static_cast<size_t>(item)]);
     buffer.begin.push_back(static_cast<int64_t>(buffer.segments.size()));
   }
   return buffer;

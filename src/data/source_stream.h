@@ -1,9 +1,10 @@
 // The endless sequence of packed sequences of one source.
 //
 // Documents come epoch after epoch, each epoch in a permutation of its own, and are packed in buffers of 65,536 (the
-// last buffer of an epoch is shorter). A buffer's sequences are shuffled, since packing sorts by length; the pieces of
-// a long document stay in their natural order and near each other. A buffer is a pure function of (documents, seed,
-// epoch, number), so any sequence can be made again.
+// last buffer of an epoch is shorter). A buffer's sequences are shuffled: packing sorts by length, and pieces of one
+// long document side by side would make each step see a few documents instead of a sample of all (router loads and
+// losses then swing from step to step). A buffer is a pure function of (documents, seed, epoch, number), so any
+// sequence can be made again.
 #pragma once
 
 #include <cstdint>

@@ -22,6 +22,18 @@ DryStep dry_step(const Model& model, const Documents& documents, DType dtype, Pr
   return result;
 }
 
+// An evaluation, dry: the forward alone, head included (in training the head's forward is part of its backward).
+static Ledger dry_forward(const Model& model, const Documents& documents) {
+  Ledger ledger;
+  Arena arena = Arena::dry();
+  Context ctx{Device::dry, arena, &ledger};
+  const Weights weights = allocate_weights(arena, model.table(), DType::f32, false);
+  const int64_t tokens = documents.tokens();
+  const Batch batch{View(nullptr, DType::i32, {tokens}), View(nullptr, DType::i32, {tokens}), documents};
+  model.evaluate(ctx, weights, batch, View(nullptr, DType::f32, {tokens}), nullptr);
+  return ledger;
+}
+
 static std::vector<ComponentCount> count_components(const ParameterTable& table) {
   std::vector<ComponentCount> rows;
   for (const Parameter& p : table.all()) {
@@ -48,11 +60,8 @@ ModelCosts model_costs(const Model& model, int64_t context_tokens) {
 
   const std::array<int64_t, 2> one_document{0, context_tokens};
   const DryStep step = dry_step(model, {one_document}, DType::f32, Product::f32, false);
-  int64_t forward = 0, total = 0;
-  for (const auto& [key, entry] : step.ledger.entries()) {
-    total += entry.costs.gemm_flops;
-    if (key.second == Pass::forward) forward += entry.costs.gemm_flops;
-  }
+  const int64_t total = step.ledger.total().gemm_flops;
+  const int64_t forward = dry_forward(model, {one_document}).total().gemm_flops;
   costs.context_tokens = context_tokens;
   costs.forward_flops_per_token = forward / context_tokens;
   costs.step_flops_per_token = total / context_tokens;

@@ -137,6 +137,43 @@ void read_ffn(const Reader& r, ModelConfig& c) {
                                                                                         : ops::router::Score::sigmoid;
 }
 
+// The ranges of a model file's keys (config.cc), in the words of config.json.
+void check_ranges(const ModelConfig& c, const std::string& where) {
+  const auto require = [&](const char* key, double found, double least, double most = 1e12) {
+    if (found >= least && found <= most) return;
+    fail_user("{}: \"{}\" is {}; wanted a number from {} to {}", where, key, found, least, most);
+  };
+  require("num_hidden_layers", double(c.layers), 1);
+  require("hidden_size", double(c.width), 1);
+  require("vocab_size", double(c.vocabulary), 2, 2147483647);
+  require("model_max_length", double(c.context), 1);
+  require("rms_norm_eps", c.norm_eps, 1e-300);
+  for (int64_t layer : c.mla_layers) require("full_attn_layers", double(layer), 1, double(c.layers));
+  require("linear attention heads", double(c.kda.heads), 1);
+  require("linear attention head width", double(c.kda.head_dim), 1);
+  require("linear attention convolution width", double(c.kda.conv_width), 2);
+  require("gate_lower_bound", c.kda.lower_bound, -5, -1e-6);
+  require("num_attention_heads", double(c.mla.heads), 1);
+  require("q_lora_rank", double(c.mla.q_rank), 0);
+  require("kv_lora_rank", double(c.mla.kv_rank), 1);
+  require("qk_nope_head_dim", double(c.mla.nope_dim), 1);
+  require("qk_rope_head_dim", double(c.mla.rope_dim), 1);
+  require("v_head_dim", double(c.mla.value_dim), 1);
+  require("activation_situ_beta", c.ffn.activation.gate_cap, 1e-300);
+  require("activation_situ_linear_beta", c.ffn.activation.up_cap, 0);
+  require("first_k_dense_replace", double(c.ffn.dense_layers), 0);
+  require("intermediate_size", double(c.ffn.dense_hidden), 1);
+  require("num_experts", double(c.moe.experts), 0);
+  require("num_experts_per_token", double(c.moe.top_k), 1);
+  require("moe_intermediate_size", double(c.moe.hidden), 1);
+  require("routed_expert_hidden_size", double(c.moe.latent), 0);
+  require("num_shared_experts", double(c.moe.shared), 0);
+  require("routed_scaling_factor", c.moe.scale, 1e-300);
+  require("num_expert_group", double(c.moe.groups), 1);
+  require("topk_group", double(c.moe.top_groups), 1);
+  require("attn_res_block_size", double(c.residual.attn_res_block), 0);
+}
+
 std::string replaced(std::string text, const std::string& from, const std::string& to) {
   const size_t at = text.find(from);
   return at == std::string::npos ? text : text.replace(at, from.size(), to);
@@ -150,7 +187,7 @@ ModelConfig import_hf_config(const std::string& text, const std::string& where) 
   const bool wrapped = document.contains("text_config") && document["text_config"].is_object();
   const Reader r(wrapped ? document["text_config"] : document, where);
   ModelConfig c;
-  c.name = document.value("model_type", "imported");
+  c.name = Reader(document, where).get_or<std::string>("model_type", "imported");
   if (wrapped) c.tensor_prefix = "language_model.";
   c.layers = r.get<int64_t>("num_hidden_layers");
   c.width = r.get<int64_t>("hidden_size");
@@ -170,6 +207,7 @@ ModelConfig import_hf_config(const std::string& text, const std::string& where) 
   read_mla(r, c);
   read_ffn(r, c);
   c.residual.attn_res_block = r.get_or<int64_t>("attn_res_block_size", 0);
+  check_ranges(c, where);
   c.check(where);
   return c;
 }

@@ -41,7 +41,7 @@ void copy_with_noise(const View& from, const View& to, double share, const Philo
 
 }  // namespace
 
-Guard::Guard(const model::Model& model, GuardOptions options) : model_(model), options_(options) {
+Guard::Guard(const model::Model& model, GuardOptions options) : model_(&model), options_(options) {
   const model::ModelConfig& c = model.config();
   for (int64_t l = 0; l < c.layers; ++l) {
     if (c.is_moe(l)) layers_.push_back({l, std::vector<Expert>(static_cast<size_t>(c.moe.experts)), 0});
@@ -50,10 +50,10 @@ Guard::Guard(const model::Model& model, GuardOptions options) : model_(model), o
 
 void Guard::observe(const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
   if (!options_.on) return;
-  const int64_t experts = model_.config().moe.experts;
+  const int64_t experts = model_->config().moe.experts;
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
-    const model::MoeParams& p = model_.table().layer(layer.layer).moe;
+    const model::MoeParams& p = model_->table().layer(layer.layer).moe;
     const int64_t* load = counters[l].load.as<int64_t>();
     const int64_t* by_bias = counters[l].by_bias.as<int64_t>();
     const double* weight = counters[l].weight.as<double>();
@@ -137,7 +137,7 @@ void Guard::judge(Layer& layer, const Signals& s, GuardEvent base, const View& b
 // Splits the strongest expert: its weights with noise, its router row with noise, its bias; no memory of the old one.
 void Guard::revive(Layer& layer, int64_t expert, const Signals& s, int64_t step, const model::Weights& weights,
                    optim::Optimizer& optimizer) const {
-  const model::MoeParams& p = model_.table().layer(layer.layer).moe;
+  const model::MoeParams& p = model_->table().layer(layer.layer).moe;
   const int64_t donor = std::max_element(s.omega.begin(), s.omega.end()) - s.omega.begin();
   const Philox random(options_.seed ^ (uint64_t(layer.layer) << 40) ^ (uint64_t(expert) << 20), Purpose::guard,
                       static_cast<uint64_t>(step));
@@ -145,10 +145,10 @@ void Guard::revive(Layer& layer, int64_t expert, const Signals& s, int64_t step,
   for (model::ParamId id : {p.w1, p.w3, p.w2}) {
     copy_with_noise(weights[id].at(donor), weights[id].at(expert), kWeightNoise, random, draw);
     draw += static_cast<uint64_t>(weights[id].row_elements());
-    optimizer.reset_block(model_.table()[id].name, expert);
+    optimizer.reset_block(model_->table()[id].name, expert);
   }
   copy_with_noise(weights[p.router].at(donor), weights[p.router].at(expert), kRouterNoise, random, draw);
-  optimizer.reset_block(model_.table()[p.router].name, expert);
+  optimizer.reset_block(model_->table()[p.router].name, expert);
   float* bias = weights[p.bias].as<float>();
   const int64_t experts = weights[p.bias].elements();
   bias[expert] = bias[donor];
@@ -164,7 +164,7 @@ std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Wei
                                    optim::Optimizer& optimizer) {
   std::vector<GuardEvent> events;
   if (!options_.on || steps_ < options_.window) return events;
-  const int64_t at_once = std::max<int64_t>(1, model_.config().moe.experts / 128);
+  const int64_t at_once = std::max<int64_t>(1, model_->config().moe.experts / 128);
   for (Layer& layer : layers_) {
     const Signals s = signals(layer);
     GuardEvent base;
@@ -172,7 +172,7 @@ std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Wei
     base.layer = layer.layer + 1;
     std::vector<int64_t> dead;
     if (step > options_.grace) {
-      judge(layer, s, base, weights[model_.table().layer(layer.layer).moe.bias], events, dead);
+      judge(layer, s, base, weights[model_->table().layer(layer.layer).moe.bias], events, dead);
     }
     for (int64_t e : dead) {
       const bool may = options_.revive && !decaying && layer.experts[size_t(e)].revivals < options_.max_revivals;

@@ -67,7 +67,7 @@ class Guard {
   void revive(Layer& layer, int64_t expert, const Signals& s, int64_t step, const model::Weights& weights,
               optim::Optimizer& optimizer) const;
 
-  const model::Model& model_;
+  const model::Model* model_;
   GuardOptions options_;
   std::vector<Layer> layers_;
   int64_t steps_ = 0;  // in the running window

@@ -8,6 +8,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "ckpt/file.h"
+
 namespace tessera::train {
 
 using nlohmann::ordered_json;
@@ -22,7 +24,9 @@ int64_t bytes_to_keep(const std::string& path, int64_t step) {
   while (std::getline(in, line)) {
     if (in.eof()) break;
     const auto row = nlohmann::json::parse(line, nullptr, false);
-    if (!row.is_object() || !row.contains("step") || row["step"].get<int64_t>() > step) break;
+    if (!row.is_object() || !row.contains("step") || !row["step"].is_number_integer() ||
+        row["step"].get<int64_t>() > step)
+      break;
     keep += static_cast<int64_t>(line.size()) + 1;
   }
   return keep;
@@ -84,7 +88,7 @@ MetricsLog::MetricsLog(const std::string& path, int64_t step) : path_(path) {
     fail_user("{}: cannot be cut back to step {} ({})", path, step, std::strerror(errno));
   }
   file_ = std::fopen(path.c_str(), "a");
-  if (file_ == nullptr) fail_user("{}: cannot be written ({}); choose another run.dir", path, std::strerror(errno));
+  if (file_ == nullptr) ckpt::fail_io("open", path, errno);
 }
 
 MetricsLog::~MetricsLog() {
@@ -94,8 +98,7 @@ MetricsLog::~MetricsLog() {
 void MetricsLog::write_line(const std::string& line) {
   const std::string with_end = line + "\n";
   if (std::fwrite(with_end.data(), 1, with_end.size(), file_) != with_end.size() || std::fflush(file_) != 0) {
-    fail_user("{}: cannot be written ({}); the last checkpoint is intact, free some space and start again", path_,
-              std::strerror(errno));
+    ckpt::fail_io("write", path_, errno);
   }
 }
 

@@ -23,7 +23,7 @@ struct StepRow {
 
 class MetricsLog {
  public:
-  // Opens DIR/metrics.jsonl and drops rows of steps after `step`: they will be taken again.
+  // Opens DIR/metrics.jsonl and drops rows of steps after `step`, which will be taken again; -1 drops all.
   MetricsLog(const std::string& path, int64_t step);
   ~MetricsLog();
   MetricsLog(const MetricsLog&) = delete;

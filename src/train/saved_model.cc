@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "ckpt/checkpoint.h"
+#include "core/log.h"
 
 namespace tessera::train {
 
@@ -54,12 +55,15 @@ std::shared_ptr<const data::Tokenizer> SavedModel::tokenizer() const {
 
 std::string find_checkpoint(const std::string& path) {
   if (fs::exists(fs::path(path) / "manifest.json")) return path;
-  if (!fs::exists(path)) fail_user("{}: no such checkpoint or run directory", path);
+  if (!fs::exists(path)) fail_user("{}: no such checkpoint or run directory; name one that `tessera train` made", path);
   const std::string root =
       fs::is_directory(fs::path(path) / "checkpoints") ? (fs::path(path) / "checkpoints").string() : path;
   std::vector<ckpt::Entry> skipped;
   const auto newest = ckpt::newest_valid(root, &skipped);
-  if (newest) return newest->path;
+  if (newest) {
+    for (const ckpt::Entry& e : skipped) log_warning("checkpoint {} is skipped: {}", e.path, e.problem);
+    return newest->path;
+  }
   if (skipped.empty()) fail_user("{}: holds no checkpoint; name a checkpoint or a run directory", path);
   fail_user("{}: none of {} checkpoints is valid; the newest: {}", path, skipped.size(), skipped.back().problem);
 }

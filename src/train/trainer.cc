@@ -62,6 +62,10 @@ Trainer::Trainer(RunConfig config)
       guard_(model_, {config_.guard.on, config_.guard.revive, config_.guard.window, config_.guard.grace, 1000, 3,
                       static_cast<uint64_t>(config_.seed)}) {
   if (config_.threads > 0) set_thread_count(static_cast<int>(config_.threads));
+  if (!fs::exists(fs::path(config_.data.store) / "train" / "meta.json")) {
+    fail_user("{}: no token store there; make one with `tessera data build TEXT --out DIR` and name it as data.store",
+              config_.data.store);
+  }
   corpus_ = std::make_unique<Corpus>(config_);
   const int64_t vocabulary = corpus_->tokenizer->vocab_size();
   if (vocabulary > model_.config().vocabulary) {
@@ -122,68 +126,66 @@ void Trainer::require_memory(const MemoryPlan& plan) const {
 
 // ---- run directory ----
 
-static void write_text(const fs::path& path, const std::string& text) {
-  const fs::path temporary = path.string() + ".tmp";
-  std::ofstream out(temporary, std::ios::binary);
-  out << text;
-  out.close();
-  std::error_code error;
-  if (out) fs::rename(temporary, path, error);
-  if (!out || error) {
-    fs::remove(temporary, error);
-    fail_user("{}: cannot be written; check that the run directory is writable and the disk is not full",
-              path.string());
-  }
-}
-
 void Trainer::write_run_files() const {
   const fs::path dir = config_.dir;
-  write_text(dir / "run.toml", state_.run_toml);
-  write_text(dir / "model.toml", state_.model_toml);
+  ckpt::write_text_atomic(config_.dir, "run.toml", state_.run_toml);
+  ckpt::write_text_atomic(config_.dir, "model.toml", state_.model_toml);
   if (state_.tokenizer != "bytes") {
     std::error_code error;
     fs::copy_file(fs::path(config_.data.store) / "tokenizer.model", dir / state_.tokenizer,
                   fs::copy_options::overwrite_existing, error);
     if (error) fail_user("{}: the vocabulary cannot be copied there ({})", config_.dir, error.message());
   }
-  write_text(dir / "README.txt",
-             "A run of tessera.\n"
-             "  run.toml        every option of the run, resolved\n"
-             "  model.toml      the model\n"
-             "  metrics.jsonl   one JSON row a step (loss in nats a token, balance, time) and one an evaluation\n"
-             "  checkpoints/    weights and training state; step-N/manifest.json says what is inside\n"
-             "Go on training:   tessera train run.toml\n"
-             "Sample:           tessera generate . --prompt \"...\"\n"
-             "Evaluate:         tessera eval . --store " +
-                 config_.data.store + "\n");
+  ckpt::write_text_atomic(
+      config_.dir, "README.txt",
+      "A run of tessera.\n"
+      "  run.toml        every option of the run, resolved\n"
+      "  model.toml      the model\n"
+      "  metrics.jsonl   one JSON row a step (loss in nats a token, balance, time) and one an evaluation\n"
+      "  checkpoints/    weights and training state; step-N/manifest.json says what is inside\n"
+      "Go on training:   tessera train run.toml\n"
+      "Sample:           tessera generate . --prompt \"...\"\n"
+      "Evaluate:         tessera eval . --store " +
+          config_.data.store + "\n");
 }
 
 // ---- state ----
 
+// A checkpoint that is damaged is passed over for the one before; one that is whole but of another run is the user's
+// mistake, and ends the command.
 void Trainer::resume_or_initialise() {
-  Stepper& stepper = storage_->stepper;
-  std::vector<ckpt::Entry> skipped;
-  const auto newest = ckpt::newest_valid((fs::path(config_.dir) / "checkpoints").string(), &skipped);
-  for (const ckpt::Entry& e : skipped) log_warning("checkpoint {} is skipped: {}", e.path, e.problem);
-  if (!newest) {
-    if (!skipped.empty()) {
-      fail_user("{}: holds {} checkpoints and none is valid; move them away to start over, or restore one", config_.dir,
-                skipped.size());
+  const auto entries = ckpt::list((fs::path(config_.dir) / "checkpoints").string());
+  for (auto e = entries.rbegin(); e != entries.rend(); ++e) {
+    std::string problem = e->problem;
+    if (problem.empty()) {
+      try {
+        return resume(e->path);
+      } catch (const UserError& error) {
+        if (ckpt::verify(e->path).pass) throw;
+        problem = error.what();
+      }
     }
-    model::initialise(model_.config(), model_.table(), stepper.weights(), static_cast<uint64_t>(config_.seed));
-    return;
+    log_warning("checkpoint {} is skipped: {}", e->path, problem);
   }
-  const ckpt::Reader reader(newest->path);
+  if (!entries.empty()) {
+    fail_user("{}: holds {} checkpoints and none is valid; move them away to start over, or restore one", config_.dir,
+              entries.size());
+  }
+  model::initialise(model_.config(), model_.table(), storage_->stepper.weights(), static_cast<uint64_t>(config_.seed));
+}
+
+void Trainer::resume(const std::string& checkpoint) {
+  const ckpt::Reader reader(checkpoint);
   reader.require_fingerprints(model_.config().fingerprint(), corpus_->tokenizer->fingerprint());
-  const SavedState saved = parse_saved_state(reader.manifest().state_json, newest->path);
+  const SavedState saved = parse_saved_state(reader.manifest().state_json, checkpoint);
   if (saved.plan_hash != state_.plan_hash) {
     fail_user(
         "{}: was trained on another order of data (plan {}, now {}); keep data.store, data.context and run.seed as "
         "they were, or choose another run.dir",
-        newest->path, saved.plan_hash, state_.plan_hash);
+        checkpoint, saved.plan_hash, state_.plan_hash);
   }
   std::vector<ckpt::TensorRef> wanted;
-  for (const auto& [name, view] : stepper.state()) wanted.push_back({name, view});
+  for (const auto& [name, view] : storage_->stepper.state()) wanted.push_back({name, view});
   ckpt::load_all(reader, wanted);
   state_.step = resumed_from_ = saved.step;
   state_.tokens = saved.tokens;
@@ -250,17 +252,14 @@ EvalReport Trainer::evaluate_now() {
 }
 
 RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
-  std::error_code error;
-  fs::create_directories(fs::path(config_.dir) / "checkpoints", error);
-  if (error) fail_user("{}: cannot be made ({}); choose another run.dir", config_.dir, error.message());
-  const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
   RunResult result;
   result.plan = plan_memory();
   require_memory(result.plan);
+  const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
   storage_ = std::make_unique<Storage>(Arena(result.plan.capacity), config_.device, model_, config_);
   resume_or_initialise();
   write_run_files();
-  MetricsLog metrics((fs::path(config_.dir) / "metrics.jsonl").string(), state_.step);
+  MetricsLog metrics((fs::path(config_.dir) / "metrics.jsonl").string(), resumed_from_);
   const StopSignals signals;
   const auto begin = Clock::now();
   storage_->arena.reset_peak();

@@ -60,6 +60,7 @@ class Trainer {
   void require_memory(const MemoryPlan& plan) const;
   void write_run_files() const;
   void resume_or_initialise();
+  void resume(const std::string& checkpoint);
   StepRow take_step();
   EvalReport evaluate_now();
   std::string save();
