@@ -10,7 +10,7 @@ CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure --parallel 2
 
 help:
 	@echo "make build      build/cpu/tessera, after installing missing system packages"
-	@echo "make demo       train, extend and evaluate a small model, start to end"
+	@echo "make demo       install, build, train a small model on real text, sample; TEXT=PATH for your own"
 	@echo "make test       build and run all tests"
 	@echo "make test-asan  the same under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make fuzz       run each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS)"
@@ -26,7 +26,7 @@ build: setup
 	cmake --build build/cpu --target tessera --parallel $(JOBS)
 
 demo:
-	@scripts/demo
+	@TEXT='$(TEXT)' STEPS='$(STEPS)' scripts/demo
 
 test: setup
 	cmake --preset cpu
