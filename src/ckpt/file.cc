@@ -145,7 +145,12 @@ void write_text_synced(const std::string& path, std::string_view text) {
 
 void write_text_atomic(const std::string& directory, const std::string& name, std::string_view text) {
   const std::string path = (std::filesystem::path(directory) / name).string();
-  write_text_synced(path + ".tmp", text);
+  try {
+    write_text_synced(path + ".tmp", text);
+  } catch (...) {
+    ::unlink((path + ".tmp").c_str());
+    throw;
+  }
   rename_path(path + ".tmp", path);
   sync_directory(directory);
 }

@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "ops/gemm/gemm.h"
 #include "ops/kda/cases.h"
 #include "selfcheck/selfcheck.h"
@@ -139,21 +140,18 @@ void add_bench(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--context", args->step.context, "step: tokens of a sequence")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  command->add_option("--tokens", args->tokens, "step: tokens of a step (8192); kda: tokens")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--steps", args->step.steps, "step: steps to time")
-      ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
+  command->add_option("--tokens", args->tokens, "step: tokens of a step (8192); kda: tokens")->check(at_least(1));
+  command->add_option("--steps", args->step.steps, "step: steps to time")->capture_default_str()->check(at_least(1));
   command->add_option("--product", args->product, "step: operands of matrix products")
       ->capture_default_str()
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--recompute-all", args->step.recompute_all, "step: recompute every layer in backward");
   command->add_flag("--kda-only", args->step.kda_only, "step: make every mixer KDA, for cost against length");
-  command->add_option("--heads", args->heads, "kda: heads")->capture_default_str()->check(CLI::PositiveNumber);
+  command->add_option("--heads", args->heads, "kda: heads")->capture_default_str()->check(at_least(1));
   command->add_option("--dim", args->dim, "kda: key and value width of a head")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args] { run(*args); });
 }

@@ -9,6 +9,7 @@
 #include "ckpt/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "train/import_checkpoint.h"
 #include "train/saved_model.h"
 
@@ -167,10 +168,10 @@ void add_ckpt(CLI::App& app) {
   CLI::App* prune_command = add("prune", "Delete old checkpoints", "Run directory", prune);
   prune_command->add_option("--keep-last", args->keep_last, "Newest ones to keep")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   prune_command->add_option("--keep-every-steps", args->keep_every_steps, "Keep multiples of this step too; 0: none")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
 }
 
 }  // namespace tessera::cli

@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "data/build.h"
 #include "data/inspect.h"
 #include "data/sentencepiece.h"
@@ -116,12 +117,25 @@ std::string store_directory(const std::string& path) {
   return fs::exists(fs::path(path) / "train") ? (fs::path(path) / "train").string() : path;
 }
 
+// A damaged store has no figures that could be trusted, only faults.
+void report_faults(const InspectArgs& args, const std::string& directory, const std::vector<std::string>& faults) {
+  if (args.json) return print_json({{"store", directory}, {"faults", faults}});
+  std::string text = directory + ": damaged\n";
+  for (const std::string& fault : faults) text += "  " + fault + "\n";
+  print(text);
+}
+
 void inspect(const InspectArgs& args) {
   const std::string directory = store_directory(args.store);
   const data::Store store(directory);
   const auto tokenizer = data::load_store_tokenizer(fs::path(directory).parent_path().string());
+  if (args.verify) {
+    if (const auto faults = store.verify(); !faults.empty()) {
+      report_faults(args, directory, faults);
+      throw CLI::RuntimeError(1);
+    }
+  }
   const data::Inspection i = data::inspect(store, *tokenizer, args.options);
-  const std::vector<std::string> faults = args.verify ? store.verify() : std::vector<std::string>{};
   if (args.json) {
     print_json({{"store", i.directory},
                 {"fingerprint", i.fingerprint},
@@ -140,13 +154,10 @@ void inspect(const InspectArgs& args) {
                 {"padding", i.packing.padding},
                 {"cut_documents", i.packing.cut_documents},
                 {"epochs", i.epochs},
-                {"faults", faults}});
+                {"faults", Json::array()}});
   } else {
-    print(inspection_text(i));
-    if (args.verify) print(faults.empty() ? "verified: every byte as written\n" : "damaged:\n");
-    for (const std::string& fault : faults) print("  " + fault + "\n");
+    print(inspection_text(i) + (args.verify ? "verified: every byte as written\n" : ""));
   }
-  if (!faults.empty()) throw CLI::RuntimeError(1);
 }
 
 }  // namespace
@@ -169,13 +180,13 @@ void add_data(CLI::App& app) {
   build_command
       ->add_option("--train-vocabulary", b->train_vocabulary,
                    "Train a SentencePiece model of this many ids on the inputs first")
-      ->check(CLI::Range(int64_t{300}, int64_t{1000000}));
+      ->check(between(300, 1000000));
   build_command->add_option("--valid-fraction", b->options.valid_fraction, "Share of documents held out")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 0.5));
+      ->check(between(0, 0.5));
   build_command->add_option("--min-tokens", b->options.min_tokens, "Shorter documents are dropped")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   build_command->add_flag("--replace", b->options.replace, "Replace a store that was built from something else");
   build_command->add_flag("--json", b->json, "Print figures as JSON");
   build_command->callback([b] { build(*b); });
@@ -185,13 +196,13 @@ void add_data(CLI::App& app) {
   inspect_command->add_option("store", i->store, "Store, or its train or valid part")->required();
   inspect_command->add_option("--context", i->options.context, "Sequence length at which packing is measured")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   inspect_command
       ->add_option("--budget-tokens", i->options.budget_tokens, "How many epochs a run of so many tokens makes")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   inspect_command->add_option("--document", i->options.sample_document, "Document to show")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   inspect_command->add_flag("--verify", i->verify, "Read every byte and compare hashes");
   inspect_command->add_flag("--json", i->json, "Print figures as JSON");
   inspect_command->callback([i] { inspect(*i); });

@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "config/options.h"
 #include "data/build.h"
 #include "train/evaluate.h"
@@ -96,11 +97,10 @@ void add_eval(CLI::App& app) {
   CLI::App* command = app.add_subcommand("eval", "Loss on held-out text, by position, and a routing audit");
   command->add_option("checkpoint", args->checkpoint, "Checkpoint or run directory")->required();
   command->add_option("--store", args->store, "Token store; default: the run's");
-  command->add_option("--context", args->context, "Tokens of a sequence; default: the run's")
-      ->check(CLI::PositiveNumber);
+  command->add_option("--context", args->context, "Tokens of a sequence; default: the run's")->check(at_least(1));
   command->add_option("--tokens", args->tokens, "Most held-out tokens to use; 0: all")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   command->add_option("--ids", args->ids, "Parity with another system: safetensors file with a tensor 'ids'");
   command->add_option("--logits", args->logits, "With --ids: write logits (T, vocabulary), float32");
   command->add_option("--grads", args->grads, "With --ids: write gradients of the mean next-token loss");

@@ -9,6 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "infer/decoder.h"
 #include "infer/sampler.h"
 #include "train/saved_model.h"
@@ -82,15 +83,13 @@ void add_generate(CLI::App& app) {
   command->add_option("checkpoint", args->checkpoint, "Checkpoint or run directory")->required();
   auto* prompt = command->add_option("--prompt", args->prompt, "Text to continue");
   command->add_option("--prompt-file", args->prompt_file, "File with the text to continue")->excludes(prompt);
-  command->add_option("--tokens", args->tokens, "Most tokens to generate")
-      ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+  command->add_option("--tokens", args->tokens, "Most tokens to generate")->capture_default_str()->check(at_least(1));
   command->add_option("--temperature", args->sampling.temperature, "0: always the likeliest token")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   command->add_option("--top-p", args->sampling.top_p, "Draw from the likeliest tokens that sum to this probability")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(between(0, 1.0));
   command->add_option("--seed", args->sampling.seed, "Same seed, same text")->capture_default_str();
   command->add_option("--tokenizer", args->tokenizer, "\"bytes\" or a SentencePiece model; default: the checkpoint's");
   command->add_flag("--json", args->json, "Print text and figures as JSON");

@@ -6,6 +6,7 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/ranges.h"
 #include "model/accounting.h"
 
 namespace tessera::cli {
@@ -69,7 +70,7 @@ void add_plan(CLI::App& app) {
   command->add_option("model", args->model_file, "Model file (configs/models/*.toml)")->required();
   command->add_option("--context", args->context, "Tokens of the sequence that is run dry")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args] { plan_model(*args); });
 }

@@ -1,6 +1,7 @@
 #include "model/config.h"
 
 #include <algorithm>
+#include <sstream>
 
 #include "config/options.h"
 #include "core/hash.h"
@@ -96,18 +97,28 @@ void ModelConfig::check(const std::string& where) const {
   }
 }
 
-std::string ModelConfig::fingerprint() const {
-  ModelConfig shape = *this;  // without what does not change the function computed
-  shape.name = shape.tensor_prefix = "";
+// All that decides the function computed, as text.
+static std::string shape_text(ModelConfig shape) {
   const ModelConfig usual;
+  shape.name = shape.tensor_prefix = "";
   shape.context = usual.context;
   shape.kda.chunk = usual.kda.chunk;
   shape.init_std = usual.init_std;
   shape.moe.router_init_std = usual.moe.router_init_std;
   shape.moe.router_init_skew = usual.moe.router_init_skew;
-  Options options;
-  shape.bind(options);
-  return hash_hex(options.dump());
+  return dump_model_config(shape);
+}
+
+std::string ModelConfig::fingerprint() const { return hash_hex(shape_text(*this)); }
+
+std::string first_difference(const ModelConfig& a, const ModelConfig& b) {
+  std::istringstream one(shape_text(a)), other(shape_text(b));
+  std::string table, left, right;
+  while (std::getline(one, left) && std::getline(other, right)) {
+    if (left.starts_with("[")) table = left + " ";
+    if (left != right) return fmt::format("{}{}, not {}", table, left, right);
+  }
+  return "";
 }
 
 ModelConfig load_model_config(const std::string& path) {

@@ -94,6 +94,8 @@ struct ModelConfig {
 
 ModelConfig load_model_config(const std::string& path);
 ModelConfig parse_model_config(const std::string& toml, const std::string& where);
+// The first key that makes them compute different functions: "[moe] top_k = 2, not top_k = 4"; empty: none does.
+std::string first_difference(const ModelConfig& a, const ModelConfig& b);
 std::string dump_model_config(const ModelConfig&);  // TOML; reading it back gives the same model
 
 }  // namespace tessera::model

@@ -47,16 +47,18 @@ void Schedule::validate() const {
     fail_user("learning rate floor ratio is {}; wanted 0 to 1; give the end value divided by the peak", floor_ratio);
   }
   if (warmup_steps < 0 || total_steps < 0 || warmup_steps > total_steps) {
-    fail_user("warm-up of {} steps in a run of {}; wanted 0 <= warm-up <= total; shorten the warm-up", warmup_steps,
-              total_steps);
+    fail_user("warm-up of {} steps in a run of {}; wanted 0 <= warm-up <= total; lower optim.warmup_steps",
+              warmup_steps, total_steps);
   }
   if (shape != Shape::wsd) return;
   if (!(decay_fraction >= 0 && decay_fraction <= 1)) {
     fail_user("decay fraction is {}; wanted 0 to 1; typical is 0.1 to 0.35", decay_fraction);
   }
   if (decay_begin() < warmup_steps) {
-    fail_user("the decay begins at step {}, inside the warm-up of {} steps; shorten one of the two", decay_begin(),
-              warmup_steps);
+    fail_user(
+        "the decay begins at step {} of {}, inside the warm-up of {} steps; lower optim.warmup_steps or "
+        "optim.decay_fraction, or take more steps",
+        decay_begin(), total_steps, warmup_steps);
   }
 }
 

@@ -176,8 +176,14 @@ void Trainer::resume_or_initialise() {
 
 void Trainer::resume(const std::string& checkpoint) {
   const ckpt::Reader reader(checkpoint);
-  reader.require_fingerprints(model_.config().fingerprint(), corpus_->tokenizer->fingerprint());
   const SavedState saved = parse_saved_state(reader.manifest().state_json, checkpoint);
+  const model::ModelConfig of_checkpoint = model::parse_model_config(saved.model_toml, checkpoint);
+  const std::string difference = model::first_difference(of_checkpoint, model_.config());
+  if (!difference.empty()) {
+    fail_user("{}: was trained with another model ({} of {}); keep the model as it was, or choose another run.dir",
+              checkpoint, difference, config_.model_file);
+  }
+  reader.require_fingerprints(model_.config().fingerprint(), corpus_->tokenizer->fingerprint());
   if (saved.plan_hash != state_.plan_hash) {
     fail_user(
         "{}: was trained on another order of data (plan {}, now {}); keep data.store, data.context and run.seed as "

@@ -12,6 +12,7 @@ void load_gates(const Dims& d, const Head<Real>& h, int64_t token, Chunk<Real>& 
   const Real bound = Real(d.lower_bound), a = h.a;
   Real* sum = c.decay;
   for (int64_t i = 0; i < c.n; ++i) {
+    prefetch_ahead(h.z.at(token, 0), i, c.n, d.key_dim);
     const Real* z = h.z.row(token + i);
     Real* alpha = c.alpha.row(i);
     Real* by_x = slopes == nullptr ? nullptr : slopes->by_x.row(i);
@@ -107,6 +108,7 @@ Head<Real> head_of(const Dims& d, const Inputs& in, int64_t value_head) {
 template <class Real>
 void load_rows(Matrix<Real> from, int64_t n, int64_t d, Real factor, Matrix<Real> to, int64_t rows, int64_t width) {
   for (int64_t i = 0; i < n; ++i) {
+    prefetch_ahead(from, i, n, d);
     const Real* source = from.row(i);
     Real* target = to.row(i);
 #pragma omp simd
@@ -138,6 +140,20 @@ void load_chunk(const Dims& d, const Head<Real>& h, int64_t token, int64_t n, Ch
 #pragma omp simd
   for (int64_t j = 0; j < width; ++j) c.decay[j] = fast::exp(c.decay[j]);
   decay_operands(width, c);
+}
+
+template <class Real>
+void weigh_errors(const Dims& d, const Head<Real>& h, int64_t token, const Chunk<Real>& c, Matrix<Real> x) {
+  const int64_t width = widths(d).value;
+  for (int64_t i = 0; i < c.n; ++i) {
+    prefetch_ahead(h.v.at(token, 0), i, c.n, d.value_dim);
+    const Real *v = h.v.row(token + i), beta = c.beta[i];
+    Real* x_i = x.row(i);
+#pragma omp simd
+    for (int64_t j = 0; j < d.value_dim; ++j) x_i[j] = beta * (v[j] - x_i[j]);
+    std::fill(x_i + d.value_dim, x_i + width, Real(0));
+  }
+  for (int64_t i = c.n; i < c.rows; ++i) std::fill_n(x.row(i), width, Real(0));
 }
 
 template <class Real>
@@ -197,6 +213,7 @@ void store_state(const Dims& d, Matrix<Real> k_first, Real* v_first) {
   template Head<Real> head_of(const Dims&, const Inputs&, int64_t);                                            \
   template void load_rows(Matrix<Real>, int64_t, int64_t, Real, Matrix<Real>, int64_t, int64_t);               \
   template void load_chunk(const Dims&, const Head<Real>&, int64_t, int64_t, Chunk<Real>&, GateSlopes<Real>*); \
+  template void weigh_errors(const Dims&, const Head<Real>&, int64_t, const Chunk<Real>&, Matrix<Real>);       \
   template void invert(int64_t, int64_t, Matrix<Real>, Matrix<Real>, Matrix<Real>);                            \
   template void multiply_lower(Trans, Write, int64_t, int64_t, Matrix<Real>, Matrix<Real>, Matrix<Real>);      \
   template void load_state(const Dims&, const Real*, Matrix<Real>);                                            \

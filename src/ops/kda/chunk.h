@@ -84,13 +84,19 @@ void load_chunk(const Dims&, const Head<Real>&, int64_t token, int64_t n, Chunk<
 template <class Real>
 void load_rows(Matrix<Real> from, int64_t n, int64_t d, Real factor, Matrix<Real> to, int64_t rows, int64_t width);
 
-// Asks for n rows of d elements that will be wanted soon. A head's rows lie HV d elements apart, which the hardware's
-// own prefetching does not follow: without this a fifth of the time at K = V = 32 is waiting for memory.
-template <bool kForWriting = false, class Real>
-void prefetch_rows(Matrix<Real> rows, int64_t n, int64_t d) {
-  constexpr int64_t kLine = 64 / int64_t{sizeof(Real)};
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < d; j += kLine) __builtin_prefetch(rows.row(i) + j, kForWriting, 2);
+// x (rows, V) = diag(beta) (V - x), where x is Kt S0: what the values add to the state's prediction.
+template <class Real>
+void weigh_errors(const Dims&, const Head<Real>&, int64_t token, const Chunk<Real>&, Matrix<Real> x);
+
+// Asks for the row eight rows after row i of n, in a loop over rows of the activations. These lie HV d elements apart,
+// often a multiple of a page, where the hardware does not prefetch by itself; and since such rows share a few sets of
+// the caches, asking much earlier would only evict what was asked for before.
+enum class Access : int { read = 0, write = 1 };
+template <Access kAccess = Access::read, class Real>
+void prefetch_ahead(Matrix<Real> rows, int64_t i, int64_t n, int64_t d) {
+  constexpr int64_t kAhead = 8, kLine = 64 / int64_t{sizeof(Real)};
+  for (int64_t r = i == 0 ? 1 : i + kAhead; r <= i + kAhead && r < n; ++r) {
+    for (int64_t j = 0; j < d; j += kLine) __builtin_prefetch(rows.row(r) + j, static_cast<int>(kAccess), 3);
   }
 }
 

@@ -31,15 +31,12 @@ struct Buffers {
   GateSlopes<Real> slopes{carver.matrix(w.chunk, w.key), carver.matrix(w.chunk, w.key)};
   Matrix<Real> p = carver.matrix(w.chunk, w.chunk), dp = carver.matrix(w.chunk, w.chunk);
   Matrix<Real> da = carver.matrix(w.chunk, w.chunk);
-  // x: X, then dR, then -diag(beta) Y. The row gradients of scores_backward lie where x, r and r_t were: the less there
-  // is, the more stays in the second-level cache.
-  int64_t rows_size = w.chunk * std::max(w.key, w.value);
-  Matrix<Real> x{carver.take(rows_size), w.value}, r{carver.take(rows_size), w.value};
-  Matrix<Real> r_t{carver.take(rows_size), w.chunk};
-  ScoreGrads<Real> by{{x.data, w.key}, {r.data, w.key}, {r_t.data, w.key}};
+  Matrix<Real> x = carver.matrix(w.chunk, w.value);  // X, then dR, then -diag(beta) Y
+  Matrix<Real> r = carver.matrix(w.chunk, w.value), r_t = carver.matrix(w.value, w.chunk);
   Matrix<Real> d_o_y = carver.matrix(2 * w.chunk, w.value);  // rows of dO, then of -Y
   Matrix<Real> e_z = carver.matrix(2 * w.chunk, w.key);      // rows of E, then of Z
   Matrix<Real> d_to_end = carver.matrix(w.chunk, w.key);     // dKh
+  ScoreGrads<Real> by{carver.matrix(w.chunk, w.key), carver.matrix(w.chunk, w.key), carver.matrix(w.chunk, w.key)};
   Matrix<Real> state = carver.matrix(w.key, w.value), state_t = carver.matrix(w.value, w.key);
   Matrix<Real> d_state = carver.matrix(w.key, w.value), d_state_t = carver.matrix(w.value, w.key);
   Real *d_beta = carver.take(w.chunk), *flow = carver.take(w.key);
@@ -56,7 +53,6 @@ struct HeadGrads {
 // Where a chunk lies, and which of its states are known to be 0 or not wanted.
 struct Place {
   int64_t token, n, index;
-  int64_t next, next_n;  // the rows that come after: those before these
   bool state_is_zero, d_state_is_zero, d_initial_wanted;
 };
 
@@ -77,24 +73,15 @@ struct Unit {
   Matrix<Real> minus_y() const { return b.d_o_y.at(b.chunk.rows, 0); }
 
   // R, from the saved inverse and state.
-  void remake(const Place& at) {
+  void solve_forward(const Place& at) {
     Chunk<Real>& c = b.chunk;
-    load_chunk(d, head, at.token, at.n, c, &b.slopes);
-    scores(c, b.w, b.scratch, Matrix<Real>{}, b.p);
     if (at.state_is_zero) {
       std::fill_n(b.x.data, c.rows * b.w.value, Real(0));
     } else {
       load_state(d, saved.states.as<Real>() + state_at(at.index), b.state);
       multiply(Trans::no, Write::set, c.rows, b.w.value, b.w.key, c.k_from_start(), b.state, b.x);
     }
-    for (int64_t i = 0; i < c.rows; ++i) {
-      Real* x = b.x.row(i);
-      const int64_t valid = i < c.n ? d.value_dim : 0;
-      const Real* v = head.v.row(at.token + std::min(i, c.n - 1));
-#pragma omp simd
-      for (int64_t j = 0; j < valid; ++j) x[j] = c.beta[i] * (v[j] - x[j]);
-      std::fill(x + valid, x + b.w.value, Real(0));
-    }
+    weigh_errors(d, head, at.token, c, b.x);
     multiply_lower(Trans::no, Write::set, c.rows, b.w.value, inverse(at.index), b.x, b.r);
   }
 
@@ -115,6 +102,8 @@ struct Unit {
         beta_y[j] = c.beta[i] * y[j];
       }
       if (i >= c.n) continue;
+      prefetch_ahead(head.v.at(at.token, 0), i, c.n, d.value_dim);
+      prefetch_ahead<Access::write>(grads.v.at(at.token, 0), i, c.n, d.value_dim);
       const Real* v = head.v.row(at.token + i);
       Real *dv = grads.v.row(at.token + i), dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -176,7 +165,7 @@ struct Unit {
       const Real *alpha = c.alpha.row(i), *q = c.q.row(i), *k = c.k.row(i), *z = b.e_z.row(c.rows + i);
       const Real *to_end = c.to_end.row(i), *d_to_end = b.d_to_end.row(i);
       Real *e = b.e_z.row(i), *dq = b.by.by_q.row(i), *dk = b.by.by_k_row.row(i), *column = b.by.by_k_column.row(i);
-      const Real beta = c.beta[i];
+      const Real beta = c.beta[i], diagonal = b.dp.row(i)[i];
       Real dot = 0;
 #pragma omp simd reduction(+ : dot)
       for (int64_t j = 0; j < b.w.key; ++j) {
@@ -186,8 +175,9 @@ struct Unit {
         dot += k[j] * row;
         e[j] = flow[j];
         flow[j] += to_end[j] * d_to_end[j];
-        dk[j] = beta * row + column[j];
+        dk[j] = beta * row + column[j] + diagonal * q[j];
         column[j] = q[j] * dq[j] + k[j] * (beta * row - column[j]);
+        dq[j] += diagonal * k[j];
       }
       const Real logit = head.beta_logit.row(token + i)[0];
       grads.beta_logit.row(token + i)[0] = (b.d_beta[i] + dot) * beta * fast::sigmoid(-logit);
@@ -201,6 +191,9 @@ struct Unit {
     for (Real* sum : {later, b.sum_x, b.sum_a_log}) std::fill_n(sum, b.w.key, Real(0));
     const Real scale = Real(query_scale(d));
     for (int64_t i = c.n - 1; i >= 0; --i) {
+      for (const Matrix<Real>& out : {grads.q, grads.k, grads.z}) {
+        prefetch_ahead<Access::write>(Matrix<Real>{out.row(token + c.n - 1), -out.stride}, c.n - 1 - i, c.n, d.key_dim);
+      }
       const Real *alpha = c.alpha.row(i), *d_to_end = b.d_to_end.row(i), *earlier = b.e_z.row(i);
       const Real *by_x = b.slopes.by_x.row(i), *by_a_log = b.slopes.by_a_log.row(i);
       const Real *by_q = b.by.by_q.row(i), *column = b.by.by_k_column.row(i);
@@ -237,20 +230,12 @@ struct Unit {
     }
   }
 
-  // Between the steps the rows of the next chunk, and where this one's gradients go, are asked for.
   void chunk(const Place& at) {
-    prefetch_rows<true>(grads.v.at(at.token, 0), at.n, d.value_dim);
-    remake(at);
-    prefetch_rows(head.q.at(at.next, 0), at.next_n, d.key_dim);
-    prefetch_rows(head.k.at(at.next, 0), at.next_n, d.key_dim);
+    load_chunk(d, head, at.token, at.n, b.chunk, &b.slopes);
+    scores(b.chunk, b.w, b.scratch, Matrix<Real>{}, b.p);
+    solve_forward(at);
     solve_values(at);
-    prefetch_rows(head.v.at(at.next, 0), at.next_n, d.value_dim);
-    prefetch_rows(head.z.at(at.next, 0), at.next_n, d.key_dim);
-    prefetch_rows(grads.o.at(at.next, 0), at.next_n, d.value_dim);
     scores_and_states(at);
-    prefetch_rows<true>(grads.q.at(at.token, 0), at.n, d.key_dim);
-    prefetch_rows<true>(grads.k.at(at.token, 0), at.n, d.key_dim);
-    prefetch_rows<true>(grads.z.at(at.token, 0), at.n, d.key_dim);
     scores_backward(b.chunk, b.w, b.scratch, b.da, b.dp, b.by);
     rows_forward(at.token);
     rows_backward(at.token);
@@ -265,8 +250,6 @@ struct Unit {
       chunk({.token = begin + i * d.chunk,
              .n = std::min(d.chunk, length - i * d.chunk),
              .index = first_chunk + i,
-             .next = begin + std::max<int64_t>(i - 1, 0) * d.chunk,
-             .next_n = i > 0 ? d.chunk : 0,
              .state_is_zero = i == 0 && !in.initial_state.present(),
              .d_state_is_zero = i == chunks - 1 && !d_final.present(),
              .d_initial_wanted = d_initial.present()});

@@ -39,31 +39,11 @@ struct Unit {
 
   int64_t state_at(int64_t n) const { return (n * d.value_heads + value_head) * d.value_dim * d.key_dim; }
 
-  // X = diag(beta) (V - Kt S0) in the place of Kt S0.
-  void subtract_from_values(int64_t token) {
-    for (int64_t i = 0; i < b.chunk.rows; ++i) {
-      Real* x = b.of_state.row(i);
-      if (i >= b.chunk.n) {
-        std::fill_n(x, b.w.value, Real(0));
-        continue;
-      }
-      const Real* v = head.v.row(token + i);
-      const Real beta = b.chunk.beta[i];
-#pragma omp simd
-      for (int64_t j = 0; j < d.value_dim; ++j) x[j] = beta * (v[j] - x[j]);
-      std::fill(x + d.value_dim, x + b.w.value, Real(0));
-    }
-  }
-
-  // The rows after this chunk are asked for between its products, so that the requests do not queue up.
   void chunk(int64_t token, int64_t n, int64_t index, bool state_is_zero) {
     Chunk<Real>& c = b.chunk;
-    const int64_t next = token + n, next_n = std::min(d.chunk, d.tokens - next);
     const Matrix<Real> o_out = head_rows<Real>(out.o, value_head).at(token, 0);
     load_chunk<Real>(d, head, token, n, c, nullptr);
-    prefetch_rows<true>(o_out, n, d.value_dim);
     scores(c, b.w, b.scratch, b.minus_a, b.p);
-    prefetch_rows(head.q.at(next, 0), next_n, d.key_dim);
     Matrix<Real> inverse = b.inverse;
     if (saved != nullptr) {
       const int64_t at = index * d.value_heads + value_head;
@@ -76,19 +56,19 @@ struct Unit {
     } else {
       multiply(Trans::no, Write::set, 2 * c.rows, b.w.value, b.w.key, c.from_start, b.state, b.of_state);
     }
-    prefetch_rows(head.k.at(next, 0), next_n, d.key_dim);
-    subtract_from_values(token);
+    weigh_errors(d, head, token, c, b.of_state);
     multiply_lower(Trans::no, Write::set, c.rows, b.w.value, inverse, b.of_state, b.r);
     const Matrix<Real> o = b.of_state.at(c.rows, 0);
     multiply_lower(Trans::no, Write::add, c.rows, b.w.value, b.p, b.r, o);
-    prefetch_rows(head.z.at(next, 0), next_n, d.key_dim);
-    for (int64_t i = 0; i < n; ++i) std::copy_n(o.row(i), d.value_dim, o_out.row(i));
+    for (int64_t i = 0; i < n; ++i) {
+      prefetch_ahead<Access::write>(o_out, i, n, d.value_dim);
+      std::copy_n(o.row(i), d.value_dim, o_out.row(i));
+    }
     for (int64_t j = 0; j < b.w.key; ++j) {
       Real* s = b.state.row(j);
 #pragma omp simd
       for (int64_t l = 0; l < b.w.value; ++l) s[l] *= c.decay[j];
     }
-    prefetch_rows(head.v.at(next, 0), next_n, d.value_dim);
     multiply(Trans::yes, Write::add, b.w.key, b.w.value, c.rows, c.to_end, b.r, b.state);
   }
 

@@ -147,8 +147,7 @@ void tile_backward(const Chunk<Real>& c, int64_t t, int64_t channel, Matrix<Real
   for (int64_t i = 0; i < kTile; ++i) {
     const Vector<Real> q = at(c.q, i), k_beta = at(c.k, i) * c.beta[t + i];
     const Real *da_i = da.row(i), *dp_i = dp.row(i);
-    Vector<Real> by_q = dp_i[i] * at(c.k, i), by_k = {}, decay = Vector<Real>{} + Real(1);
-    by_column[i] += dp_i[i] * q;
+    Vector<Real> by_q = {}, by_k = {}, decay = Vector<Real>{} + Real(1);
     for (int64_t j = i - 1; j >= 0; --j) {
       decay *= at(c.alpha, j + 1);
       const Vector<Real> k_decayed = at(c.k, j) * decay;

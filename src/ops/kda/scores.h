@@ -27,15 +27,16 @@ struct ScoreScratch {
   Matrix<Real> k_t, q_t, alpha_t, carry;  // (K, 16): a diagonal tile channel by channel
 };
 
-// minus_a: -A. Either may be absent (data null); the parts that are read later are written: whole tiles up to the
-// diagonal ones.
+// -A (absent, data null, where the inverse is known) and P. Whole tiles up to and on the diagonal are written.
 template <class Real>
 void scores(const Chunk<Real>&, const Widths&, ScoreScratch<Real>&, Matrix<Real> minus_a, Matrix<Real> p);
 
-// Gradients of the operands, from dA and dP (rows, rows; entries above the diagonal are not read), overwritten:
-//   by_k_row_i = sum_{j<i} dA_ij k_j D_ij                by_q_i = sum_{j<=i} dP_ij k_j D_ij
-//   by_k_column_j = sum_{i>j} dA_ij beta_i k_i D_ij + sum_{i>=j} dP_ij q_i D_ij
-// (by_k_row lacks the factor beta_i: dbeta needs it so.)
+// Gradients of the operands, from dA and dP (rows, rows; entries on and above the diagonal are not read), overwritten:
+//   by_q_i = sum_{j<i} dP_ij k_j D_ij                    by_k_row_i = sum_{j<i} dA_ij k_j D_ij
+//   by_k_column_j = sum_{i>j} (dA_ij beta_i k_i + dP_ij q_i) D_ij
+// by_k_row lacks the factor beta_i: dbeta needs it so. The terms of P's diagonal, dP_ii k_i of dq and dP_ii q_i of dk,
+// are left to the caller: no gate acts on them, and in the gradient of a steep gate they would cancel far larger than
+// what is left.
 template <class Real>
 struct ScoreGrads {
   Matrix<Real> by_q, by_k_row, by_k_column;  // (C, K)
