@@ -151,6 +151,8 @@ TEST_F(BadInput, RunFile) {
   const std::string typed = run_file("typed.toml", "steps = 12", "steps = \"many\"");
   const std::string negative = run_file("negative.toml", "steps = 12", "steps = -4");
   const std::string syntax = run_file("syntax.toml", "steps = 12", "steps = ");
+  const std::string grouped = path("grouped.toml");
+  write_file(grouped, replaced(read_file(path("model.toml")), "experts = 8\n", "experts = 8\ngroups = 2\n"));
   check({
       {"mistyped key", {"train", mistyped}, {"mistyped.toml:10:", "'train.stesp'", "did you mean 'train.steps'"}},
       {"unknown key", {"train", unknown}, {"unknown.toml:11:", "'train.frobnicate'", "known keys of [train]"}},
@@ -170,6 +172,9 @@ TEST_F(BadInput, RunFile) {
       {"device that is not here", train({"--run.device", "cuda"}), {"run.device is \"cuda\"", "use \"cpu\""}},
       {"device that is none", train({"--run.device", "tpu"}), {"run.device", "tpu", "\"cpu\", \"cuda\""}},
       {"warm-up longer than the run", train({"--train.steps", "3"}), {"warm-up of 4 steps", "optim.warmup_steps"}},
+      {"quantile balancing with expert groups",
+       train({"--model.file", grouped}),
+       {"moe.groups is 2", "balance.method = \"sign\""}},
       {"recompute of no layer", train({"--train.recompute", "[7]"}), {"train.recompute names layer 7", "has 3"}},
   });
 }

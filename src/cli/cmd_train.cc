@@ -23,9 +23,15 @@ struct Args {
   bool json = false;
 };
 
+// Of the layer that is worst.
+double worst(const train::StepReport& report, double ops::router::BalanceReport::*figure) {
+  double most = 0;
+  for (const auto& layer : report.balance) most = std::max(most, layer.*figure);
+  return most;
+}
+
 std::string step_line(const Progress& p) {
-  double max_vio = 0;
-  for (const auto& layer : p.row.report.balance) max_vio = std::max(max_vio, layer.max_vio);
+  const double max_vio = worst(p.row.report, &ops::router::BalanceReport::max_vio);
   return fmt::format("step {}/{}  loss {:.3f}  {:.3f} bits/byte  MaxVio {:.2f}  {:.0f} tokens/s  {} left", p.row.step,
                      p.steps, p.row.loss, p.row.bits_per_byte, max_vio, p.row.tokens_per_s,
                      human_seconds(p.seconds_left));
@@ -53,9 +59,11 @@ std::string summary(const train::RunConfig& config, const RunResult& r) {
   if (r.last_eval.tokens > 0) {
     text += fmt::format("held-out text: {:.3f} -> {:.3f} bits/byte\n", r.first_eval.bits_per_byte,
                         r.last_eval.bits_per_byte);
-    text +=
-        fmt::format("experts: MaxVio {:.2f} on held-out text (sampling floor {:.2f}), {} dead\n",
-                    r.last_eval.routing.max_vio, r.last_eval.routing.sampling_floor, r.last_eval.routing.dead_experts);
+    text += fmt::format(
+        "experts: MaxVio {:.2f} in the last step, {:.2f} on held-out text (sampling floors {:.2f}, {:.2f}), {} dead\n",
+        worst(r.last_step, &ops::router::BalanceReport::max_vio), r.last_eval.routing.max_vio,
+        worst(r.last_step, &ops::router::BalanceReport::floor), r.last_eval.routing.sampling_floor,
+        r.last_eval.routing.dead_experts);
   }
   text +=
       fmt::format("memory: {} planned, {} used at peak\n", human_bytes(r.plan.planned_peak), human_bytes(r.peak_bytes));
@@ -74,6 +82,8 @@ void print_result(const Args& args, const train::RunConfig& config, const RunRes
               {"seconds", r.seconds},
               {"first_bits_per_byte", r.first_eval.bits_per_byte},
               {"bits_per_byte", r.last_eval.bits_per_byte},
+              {"train_max_vio", worst(r.last_step, &ops::router::BalanceReport::max_vio)},
+              {"train_sampling_floor", worst(r.last_step, &ops::router::BalanceReport::floor)},
               {"max_vio", r.last_eval.routing.max_vio},
               {"sampling_floor", r.last_eval.routing.sampling_floor},
               {"dead_experts", r.last_eval.routing.dead_experts},

@@ -67,6 +67,14 @@ Trainer::Trainer(RunConfig config)
               config_.data.store);
   }
   corpus_ = std::make_unique<Corpus>(config_);
+  const bool quantile = config_.balance.method == ops::router::Balance::quantile_centred ||
+                        config_.balance.method == ops::router::Balance::quantile_uniform;
+  if (quantile && model_.config().moe.groups > 1) {
+    fail_user(
+        "{}: moe.groups is {}, and quantile balancing is not defined with expert groups; set balance.method = "
+        "\"sign\" or \"none\"",
+        config_.model_file, model_.config().moe.groups);
+  }
   const int64_t vocabulary = corpus_->tokenizer->vocab_size();
   if (vocabulary > model_.config().vocabulary) {
     fail_user("{}: its tokenizer has {} ids, the model {} only {}; set vocabulary = {} or more in the model file",
