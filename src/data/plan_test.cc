@@ -99,15 +99,15 @@ TEST_F(PlanTest, EpochsDifferAndShortDocumentsAreNotBunched) {
 
 TEST_F(PlanTest, ExactAndOneMoreThanTheContext) {
   const Store store = make_store("s", {64, 65, 128, 1000});
-  std::map<int64_t, std::vector<int64_t>> lengths;
+  std::map<int64_t, std::map<int64_t, int64_t>> pieces;  // of each document: begin, length
   for (const auto& sequence : epoch_sequences(store, 64, 1)) {
-    for (const Segment& segment : sequence) lengths[segment.doc].push_back(segment.length);
+    for (const Segment& segment : sequence) pieces[segment.doc][segment.begin] = segment.length;
   }
-  EXPECT_EQ(lengths[0], (std::vector<int64_t>{64}));
-  EXPECT_EQ(lengths[1], (std::vector<int64_t>{33, 32}));
-  EXPECT_EQ(lengths[2], (std::vector<int64_t>{64, 64}));
-  EXPECT_EQ(lengths[3].size(), 16u);
-  EXPECT_EQ(lengths[3].back(), 40);
+  EXPECT_EQ(pieces[0], (std::map<int64_t, int64_t>{{0, 64}}));
+  EXPECT_EQ(pieces[1], (std::map<int64_t, int64_t>{{0, 33}, {33, 32}}));
+  EXPECT_EQ(pieces[2], (std::map<int64_t, int64_t>{{0, 64}, {64, 64}}));
+  EXPECT_EQ(pieces[3].size(), 16u);
+  EXPECT_EQ(pieces[3].rbegin()->second, 40);
 }
 
 TEST_F(PlanTest, ResumingAnywhereGivesTheSameSequences) {
