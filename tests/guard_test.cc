@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "core/philox.h"
 #include "ops/router/balance.h"
@@ -59,9 +60,8 @@ struct ToyRun {
         stepper.targets(kTokens).as<int32_t>()[t] = static_cast<int32_t>(random.bits(uint64_t(t) + 9999) % 250);
       }
       stepper.accumulate(ctx, {stepper.ids(kTokens), stepper.targets(kTokens), {offsets}}, kTokens);
-      guard.observe(stepper.counters(), stepper.weights());
       load_of_3 = double(stepper.counters()[0].load.as<int64_t>()[3]) * 8 / double(kTokens * 2);
-      stepper.finish(ctx, 1e-4, step);
+      stepper.finish(ctx, 1e-4, step, &guard);
       for (auto& event : guard.act(step + 1, false, stepper.weights(), stepper.optimizer())) events.push_back(event);
     }
   }
@@ -97,6 +97,20 @@ TEST(Guard, ResumeBetweenDetectionAndActionActsTheSame) {
     const View& b = resumed.stepper.weights()[id];
     EXPECT_TRUE(std::equal(a.as<float>(), a.as<float>() + a.elements(), b.as<float>())) << whole.model.table()[id].name;
   }
+}
+
+TEST(Guard, StepThatIsNotFiniteLeavesAStateThatCanBeRestored) {
+  ToyRun run(true);
+  run.take(2);
+  float& weight = *run.stepper.weights()[run.model.table().final_norm].as<float>();
+  const float before = weight;
+  weight = std::numeric_limits<float>::quiet_NaN();
+  run.take(1);
+  weight = before;
+  const std::string state = run.guard.state();
+  EXPECT_EQ(state.find("null"), std::string::npos) << state;
+  run.guard.restore(state);
+  EXPECT_EQ(run.guard.state(), state);
 }
 
 TEST(Guard, OffIsBitIdenticalToOnWithoutFindings) {

@@ -22,6 +22,7 @@ struct Args {
   train::StepBenchOptions step;
   std::string op, model = "nano", product = "f32";
   int64_t tokens = 0, heads = 8, dim = 128;
+  bool kda_shape = false;  // one of --tokens, --heads, --dim was given
   bool json = false;
 };
 
@@ -87,8 +88,9 @@ void bench_ops(const Args& args) {
   std::vector<check::Speed> rows;
   for (const check::OpTable* table : selfcheck::op_tables()) {
     if (args.op != "all" && args.op != table->op) continue;
-    if (args.op == "kda" && args.tokens > 0) {
-      rows.push_back(check::measure(*table, ops::kda::speed_case(args.tokens, args.heads, args.dim)));
+    if (args.op == "kda" && args.kda_shape) {
+      rows.push_back(
+          check::measure(*table, ops::kda::speed_case(args.tokens > 0 ? args.tokens : 8192, args.heads, args.dim)));
       continue;
     }
     for (const check::SpeedCase& c : table->speed) {
@@ -141,7 +143,8 @@ void add_bench(CLI::App& app) {
   command->add_option("--context", args->step.context, "step: tokens of a sequence")
       ->capture_default_str()
       ->check(at_least(1));
-  command->add_option("--tokens", args->tokens, "step: tokens of a step (8192); kda: tokens")->check(at_least(1));
+  command->add_option("--tokens", args->tokens, "step: tokens of a step (8192); kda: tokens (8192)")
+      ->check(at_least(1));
   command->add_option("--steps", args->step.steps, "step: steps to time")->capture_default_str()->check(at_least(1));
   command->add_option("--product", args->product, "step: operands of matrix products")
       ->capture_default_str()
@@ -153,7 +156,10 @@ void add_bench(CLI::App& app) {
       ->capture_default_str()
       ->check(at_least(1));
   command->add_flag("--json", args->json, "Print figures as JSON");
-  command->callback([args] { run(*args); });
+  command->callback([args, command] {
+    args->kda_shape = command->count("--tokens") + command->count("--heads") + command->count("--dim") > 0;
+    run(*args);
+  });
 }
 
 }  // namespace tessera::cli

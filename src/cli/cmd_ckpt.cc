@@ -102,7 +102,12 @@ void inspect(const Args& args) {
 
 void verify(const Args& args) {
   // A named checkpoint is verified as it is, damaged or not; of a run, the newest.
-  const std::string path = fs::exists(fs::path(args.path) / "data") ? args.path : train::find_checkpoint(args.path);
+  std::string path = args.path;
+  if (!fs::exists(fs::path(path) / "manifest.json") && !fs::exists(fs::path(path) / "COMMITTED")) {
+    const auto entries = ckpt::list(root_of(path));
+    if (entries.empty()) fail_user("{}: holds no checkpoint; name a checkpoint or a run directory", path);
+    path = entries.back().path;
+  }
   const ckpt::Verification v = ckpt::verify(path);
   if (args.json) {
     Json bad = Json::array();

@@ -9,6 +9,7 @@
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/ranges.h"
+#include "core/error.h"
 #include "data/build.h"
 #include "data/inspect.h"
 #include "data/sentencepiece.h"
@@ -40,7 +41,14 @@ data::Input parse_input(const BuildArgs& args, const std::string& text) {
 // Trains a vocabulary on the inputs, unless the file is there already.
 void train_vocabulary(BuildArgs& args) {
   if (args.options.tokenizer == "bytes") args.options.tokenizer = args.options.out + ".model";
-  if (fs::exists(args.options.tokenizer)) return;
+  if (fs::exists(args.options.tokenizer)) {
+    const int64_t there = data::load_tokenizer(args.options.tokenizer)->vocab_size();
+    if (there == args.train_vocabulary) return;
+    fail_user(
+        "{}: holds a vocabulary of {} ids, and --train-vocabulary asks for {}; remove the file, or name another "
+        "with --tokenizer",
+        args.options.tokenizer, there, args.train_vocabulary);
+  }
   data::ImportSummary ignored;
   std::vector<data::Unit> units;
   for (const data::Input& input : args.options.inputs) {

@@ -77,6 +77,11 @@ void run(Args& args) {
   fill_from_run(args, saved);
   const data::Store store((fs::path(args.store) / "valid").string());
   if (!saved.state.tokenizer.empty()) data::check_tokenizer(store, saved.tokenizer()->fingerprint());
+  if (store.meta().vocab_size > saved.model.config().vocabulary) {
+    fail_user("{}: its tokenizer has {} ids, the model only {}; name the store the model was trained on", args.store,
+              store.meta().vocab_size, saved.model.config().vocabulary);
+  }
+  if (args.context < 2) fail_user("--context is {}; a next-token loss needs at least 2", args.context);
   const int64_t batch_tokens = std::max<int64_t>(args.context, 8192);
   const data::ValidationSet set(store,
                                 {.context = args.context, .max_tokens = args.tokens, .batch_tokens = batch_tokens});

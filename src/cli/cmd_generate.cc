@@ -61,9 +61,10 @@ void run(const Args& args) {
     if (!args.json) print(piece);
     next = std::span<const int32_t>(&id, 1);
   }
-  text += stream.finish();
+  const std::string rest = stream.finish();
+  text += rest;
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  if (!args.json) return print("\n");
+  if (!args.json) return print(rest + "\n");
   print_json({{"checkpoint", saved.path},
               {"prompt", prompt},
               {"text", text},

@@ -27,7 +27,10 @@ int64_t Decoder::plan_bytes(const model::Model& model, DType dtype, int64_t capa
   const model::Weights weights = model::allocate_weights(dry, model.table(), dtype, false);
   const int64_t base = dry.used();
   model::Caches caches = model.allocate_caches(dry, 1, capacity, dtype);
-  run(ctx, model, weights, dry.allocate(DType::i32, {capacity}), caches);
+  {
+    Arena::Scope prompt(dry);
+    run(ctx, model, weights, dry.allocate(DType::i32, {capacity}), caches);
+  }
   // Decode reads the whole cache through the absorbed form, with workspace of its own.
   for (auto& mla : caches.mla) std::fill(mla.length.begin(), mla.length.end(), capacity - 1);
   run(ctx, model, weights, dry.allocate(DType::i32, {1}), caches);

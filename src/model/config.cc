@@ -91,6 +91,10 @@ void ModelConfig::check(const std::string& where) const {
     fail_user("{}: moe.groups {} must divide moe.experts {} and be at least moe.top_groups {}", where, moe.groups,
               moe.experts, moe.top_groups);
   }
+  if (moe.experts > 0 && moe.top_k > moe.experts / moe.groups * moe.top_groups) {
+    fail_user("{}: moe.top_k is {}, and {} of {} groups hold only {} experts; raise moe.top_groups", where, moe.top_k,
+              moe.top_groups, moe.groups, moe.experts / moe.groups * moe.top_groups);
+  }
   if (residual.attn_res_full && residual.attn_res_block > 0) {
     fail_user("{}: residual.attn_res_full and residual.attn_res_block {} exclude each other; set one", where,
               residual.attn_res_block);

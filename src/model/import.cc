@@ -133,8 +133,11 @@ void read_ffn(const Reader& r, ModelConfig& c) {
   m.latent_norm = m.latent > 0 && r.get_or("latent_moe_use_norm", true);
   m.groups = r.get_or<int64_t>("num_expert_group", 1);
   m.top_groups = r.get_or<int64_t>("topk_group", 1);
-  m.score = r.get_or<std::string>("moe_router_activation_func", "sigmoid") == "softmax" ? ops::router::Score::softmax
-                                                                                        : ops::router::Score::sigmoid;
+  const auto score = r.get_or<std::string>("moe_router_activation_func", "sigmoid");
+  if (score != "sigmoid" && score != "softmax") {
+    fail_user("{}: \"moe_router_activation_func\" is \"{}\"; wanted \"sigmoid\" or \"softmax\"", r.where(), score);
+  }
+  m.score = score == "softmax" ? ops::router::Score::softmax : ops::router::Score::sigmoid;
 }
 
 // The ranges of a model file's keys (config.cc), in the words of config.json.

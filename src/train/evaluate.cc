@@ -40,7 +40,7 @@ void add_losses(const data::Batch& batch, const float* loss, std::vector<BucketM
     std::vector<std::pair<double, int64_t>> of_document(64, {0.0, 0});
     for (int64_t t = batch.offsets[n]; t < batch.offsets[n + 1]; ++t) {
       if (batch.targets[static_cast<size_t>(t)] < 0) continue;
-      auto& [sum, tokens] = of_document[bucket_of(t - batch.offsets[n])];
+      auto& [sum, tokens] = of_document[bucket_of(batch.segments[n].begin + t - batch.offsets[n])];
       sum += double(loss[t]);
       ++tokens;
       report.loss += double(loss[t]);
@@ -56,7 +56,7 @@ void add_losses(const data::Batch& batch, const float* loss, std::vector<BucketM
 EvalReport::Routing audit(const model::Model& model, const std::vector<ops::router::Counters>& counters) {
   EvalReport::Routing routing;
   const model::ModelConfig& c = model.config();
-  routing.min_utilisation = counters.empty() ? 0 : 1e300;
+  routing.min_utilisation = model.moe_layers() > 0 && !counters.empty() ? 1e300 : 0;
   size_t index = 0;
   for (int64_t l = 0; l < c.layers && !counters.empty(); ++l) {
     if (!c.is_moe(l)) continue;

@@ -12,7 +12,7 @@ namespace tessera::train {
 struct EvalReport {
   struct Position {
     int64_t from, to;  // tokens from the beginning of the document: [from, to)
-    double loss, ci;   // nats a token; half width of the 95 % interval, documents as samples
+    double loss, ci;   // nats a token; half width of the 95 % interval, pieces of documents as samples
     int64_t tokens;
   };
   struct LayerRouting {

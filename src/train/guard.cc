@@ -174,9 +174,21 @@ std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Wei
     if (step > options_.grace) {
       judge(layer, s, base, weights[model_->table().layer(layer.layer).moe.bias], events, dead);
     }
+    int64_t revived = 0;
     for (int64_t e : dead) {
+      if (layer.experts[size_t(e)].revivals >= options_.max_revivals) {
+        GuardEvent event = base;
+        event.what = "alarm";
+        event.experts = {e};
+        event.detail = fmt::format(
+            "expert {} died again after {} re-initialisations; lower optim.learning_rate or use "
+            "fewer experts",
+            e, options_.max_revivals);
+        events.push_back(event);
+      }
       const bool may = options_.revive && !decaying && layer.experts[size_t(e)].revivals < options_.max_revivals;
-      if (!may || std::ranges::count(events, "revived", &GuardEvent::what) >= at_once) continue;
+      if (!may || revived >= at_once) continue;
+      ++revived;
       revive(layer, e, s, step, weights, optimizer);
       GuardEvent event = base;
       event.what = "revived";

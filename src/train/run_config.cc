@@ -80,7 +80,8 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.grace", &guard.grace, "first steps that are not judged", at_least(0));
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
 
-  o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the end", at_least(0));
+  o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
+        at_least(0));
   o.add("eval.tokens", &eval.tokens, "held-out tokens of an evaluation", at_least(1));
   o.add("checkpoint.every", &checkpoint.every, "steps between checkpoints; 0: only at the end and on a signal",
         at_least(0));

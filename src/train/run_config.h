@@ -56,7 +56,7 @@ struct RunConfig {
   } guard;
 
   struct Eval {
-    int64_t every = 50;      // steps; 0: only at the end
+    int64_t every = 50;      // steps; 0: only at the beginning and the end
     int64_t tokens = 65536;  // of held-out text
   } eval;
 

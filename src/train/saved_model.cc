@@ -44,13 +44,13 @@ SavedState parse_saved_state(const std::string& text, const std::string& where) 
 std::shared_ptr<const data::Tokenizer> SavedModel::tokenizer() const {
   if (state.tokenizer.empty()) {
     fail_user(
-        "{}: the checkpoint names no tokenizer (it was imported); give token ids, or name a tokenizer with "
+        "{}: the checkpoint names no tokenizer (it was imported); name a tokenizer with "
         "--tokenizer",
         path);
   }
   if (state.tokenizer == "bytes") return data::load_tokenizer("bytes");
   // <run>/checkpoints/step-...: the vocabulary lies in the run directory.
-  return data::load_tokenizer((fs::absolute(path).parent_path().parent_path() / state.tokenizer).string());
+  return data::load_tokenizer((fs::canonical(path).parent_path().parent_path() / state.tokenizer).string());
 }
 
 std::string find_checkpoint(const std::string& path) {

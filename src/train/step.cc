@@ -43,7 +43,7 @@ double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss
   return sum;
 }
 
-StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step) {
+StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
   const optim::StepReport update = optimizer_.step(ctx, learning_rate, step);
   StepReport report{update.gradient_norm, update.clip_scale, update.finite, 0, {}};
   const model::ModelConfig& c = model_.config();
@@ -59,6 +59,7 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step) {
     }
     max_logit.zero();
   }
+  if (guard != nullptr && update.finite) guard->observe(record_.counters, weights_);
   model::zero_gradients(weights_);
   if (ctx.dry()) return report;
   const ops::router::Dims dims{0, c.moe.experts, c.moe.top_k};

@@ -5,6 +5,7 @@
 // The same class runs dry: on a dry context it takes the same memory and charges the same costs, which is the plan.
 #pragma once
 
+#include "train/guard.h"
 #include "train/run_config.h"
 
 namespace tessera::train {
@@ -25,7 +26,8 @@ class Stepper {
   // Gradients of one micro-batch are added to those of the step: `loss_tokens` is the count of the whole step.
   // Returns the sum of the batch's losses, nats (0 on dry).
   double accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens);
-  StepReport finish(Context& ctx, double learning_rate, int64_t step);
+  // `guard` (may be null) sees the counters and gradients of a finite step before they are cleared.
+  StepReport finish(Context& ctx, double learning_rate, int64_t step, Guard* guard = nullptr);
 
   const model::Model& model() const { return model_; }
   const model::Weights& weights() const { return weights_; }

@@ -47,12 +47,11 @@ struct Trainer::Corpus {
 // The arena and what lies in it for the whole run. The dry twin of the same calls is the plan.
 struct Trainer::Storage {
   Arena arena;
-  Ledger ledger;
   Context ctx;
   Stepper stepper;
 
   Storage(Arena made, Device device, const model::Model& model, const RunConfig& config)
-      : arena(std::move(made)), ctx{device, arena, &ledger, config.train.product}, stepper(ctx, model, config) {}
+      : arena(std::move(made)), ctx{device, arena, nullptr, config.train.product}, stepper(ctx, model, config) {}
 };
 
 Trainer::Trainer(RunConfig config)
@@ -151,10 +150,15 @@ void Trainer::write_run_files() const {
       "  model.toml      the model\n"
       "  metrics.jsonl   one JSON row a step (loss in nats a token, balance, time) and one an evaluation\n"
       "  checkpoints/    weights and training state; step-N/manifest.json says what is inside\n"
-      "Go on training:   tessera train run.toml\n"
-      "Sample:           tessera generate . --prompt \"...\"\n"
-      "Evaluate:         tessera eval . --store " +
-          config_.data.store + "\n");
+      "From the directory the run was started in:\n"
+      "  go on training   tessera train " +
+          (dir / "run.toml").string() +
+          "\n"
+          "  sample           tessera generate " +
+          config_.dir +
+          " --prompt \"...\"\n"
+          "  evaluate         tessera eval " +
+          config_.dir + "\n");
 }
 
 // ---- state ----
@@ -211,7 +215,7 @@ std::string Trainer::save() {
   state_.guard = guard_.state();
   ckpt::CheckpointState state;
   state.step = state_.step;
-  state.run_id = fs::path(config_.dir).filename().string();
+  state.run_id = fs::weakly_canonical(config_.dir).filename().string();
   state.model_fingerprint = model_.config().fingerprint();
   state.tokenizer_fingerprint = corpus_->tokenizer->fingerprint();
   state.state_json = to_json(state_);
@@ -246,8 +250,7 @@ StepRow Trainer::take_step() {
   }
   StepRow row;
   row.learning_rate = config_.schedule().at(state_.step);
-  guard_.observe(s.stepper.counters(), s.stepper.weights());
-  row.report = s.stepper.finish(s.ctx, row.learning_rate, state_.step);
+  row.report = s.stepper.finish(s.ctx, row.learning_rate, state_.step, &guard_);
   state_.step += 1;
   state_.tokens += tokens;
   state_.next_sequence += config_.sequences_per_step();
@@ -285,7 +288,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
     result.last_eval = report;
     p.eval = report;
   };
-  if (state_.step < config_.train.steps) {  // where this start stands
+  {  // where this start stands
     Progress p;
     p.row.step = state_.step;
     p.steps = config_.train.steps;
@@ -302,10 +305,14 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   while (state_.step < config_.train.steps && !StopSignals::asked()) {
     Progress p{take_step(), config_.train.steps, 0, {}};
     ++steps_here;
+    const auto events =
+        guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
     metrics.write(p.row);
-    for (const GuardEvent& event : guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(),
-                                              storage_->stepper.optimizer())) {
+    for (const GuardEvent& event : events) {
       metrics.write(event);
+      if (event.what == "alarm" || event.what == "revived") {
+        log_warning("step {}, layer {}: {} {}", event.step, event.layer, event.what, event.detail);
+      }
     }
     const bool last = state_.step == config_.train.steps;
     if (last || (config_.eval.every > 0 && state_.step % config_.eval.every == 0)) evaluate_and_report(p);
@@ -315,7 +322,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
       try {
         result.checkpoint = save();
         saved_at = state_.step;
-      } catch (const UserError& e) {  // a full disk must not end the run; the next interval tries again
+      } catch (const UserError& e) {  // a failed save alone must not end the run; the next interval tries again
         log_warning("step {}: no checkpoint: {}", state_.step, e.what());
       }
     }
