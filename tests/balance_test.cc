@@ -35,7 +35,7 @@ TEST(Balance, SkewedRouterOfNanoReachesTheSamplingFloorInTwentySteps) {
   model::initialise(config, model.table(), stepper.weights(), 1);
   double first_max_vio = 0, max_vio = 0, floor = 0, least = 1e300;
   for (int64_t step = 0; step < kSteps; ++step) {
-    const data::Batch batch = loader.next(kTokens / kContext);
+    const data::Batch batch = loader.batch(step * (kTokens / kContext), kTokens / kContext);
     const View ids = stepper.ids(batch.tokens()), targets = stepper.targets(batch.tokens());
     std::copy(batch.ids.begin(), batch.ids.end(), ids.as<int32_t>());
     std::copy(batch.targets.begin(), batch.targets.end(), targets.as<int32_t>());

@@ -15,21 +15,4 @@ Batch Loader::batch(int64_t q_begin, int64_t count) {
   return batch;
 }
 
-Batch Loader::next(int64_t count) {
-  Batch made = batch(next_, count);
-  next_ += count;
-  return made;
-}
-
-void Loader::restore(const LoaderState& state) {
-  if (state.plan_hash != plan_.hash()) {
-    fail_user(
-        "the checkpoint was made with data plan {}, this run has {}: its data, weights, context or seed changed; "
-        "restore them, or start the plan anew",
-        state.plan_hash, plan_.hash());
-  }
-  TESSERA_CHECK(state.next_sequence >= 0, "next sequence {}", state.next_sequence);
-  next_ = state.next_sequence;
-}
-
 }  // namespace tessera::data
