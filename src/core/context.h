@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/arena.h"
+#include "core/gpu.h"
 
 namespace tessera {
 
@@ -52,12 +53,17 @@ struct Context {
   Device device;
   Arena& arena;
   Ledger* ledger = nullptr;        // null: nothing is recorded
-  Product product = Product::f32;  // run option `train.product`
+  Product product = Product::f32;  // run option `train.product`; on CUDA the type of the activations decides
+  Device dry_for = Device::cpu;    // the back end that a dry run stands for
 
   bool dry() const { return device == Device::dry; }
+  // cpu or cuda: whose workspace and saved tensors are taken.
+  Device back_end() const { return dry() ? dry_for : device; }
+  GpuStream stream() const { return gpu::stream(); }
 };
 
-// Opens an op: charges the ledger, and measures the time until the end of the block. Also frees the op's workspace.
+// Opens an op: charges the ledger, and measures the time until the end of the block (on the GPU it waits for the op
+// then; without a ledger nothing waits). Names the op to GPU profilers. Also frees the op's workspace.
 //   OpScope op(ctx, "rms_norm", Pass::forward, costs(dims, Pass::forward));
 //   if (ctx.dry()) return;
 class OpScope {
