@@ -19,17 +19,17 @@ struct Arguments {
   int64_t rows, width;
   float eps;
   bool whole;  // rows can be read eight elements at a time
-  const T* x;
-  int64_t x_stride;
-  const float* weight;
-  T* y;  // forward
-  int64_t y_stride;
-  float* rstd;  // null: not kept
-  const T* dy;  // backward
-  int64_t dy_stride;
-  T* dx;
-  int64_t dx_stride;
-  float* partials;
+  const T* x = nullptr;
+  int64_t x_stride = 0;
+  const float* weight = nullptr;
+  float* rstd = nullptr;  // forward: null where it is not kept
+  T* y = nullptr;         // forward
+  int64_t y_stride = 0;
+  const T* dy = nullptr;  // backward, from here on
+  int64_t dy_stride = 0;
+  T* dx = nullptr;
+  int64_t dx_stride = 0;
+  float* partials = nullptr;
 };
 
 template <int G>
