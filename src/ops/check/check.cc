@@ -382,8 +382,13 @@ std::vector<Result> check_cuda(const OpTable& table, const Case& c) {
 
 std::vector<Result> check_all_cuda(const OpTable& table) {
   std::vector<Result> all;
+  std::vector<const Case*> cases;
   for (const Case& c : table.cases) {
-    if (table.on_cuda && !table.on_cuda(c)) continue;
+    if (!table.on_cuda || table.on_cuda(c)) cases.push_back(&c);
+  }
+  for (const Case& c : table.cuda_cases) cases.push_back(&c);
+  for (const Case* one : cases) {
+    const Case& c = *one;
     try {
       const auto part = check_cuda(table, c);
       all.insert(all.end(), part.begin(), part.end());

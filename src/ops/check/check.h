@@ -85,7 +85,8 @@ struct OpTable {
   std::function<std::vector<Result>()> more =
       nullptr;  // checks that are the op's own: chunk sizes agree, packed = separate
   std::vector<DType> cuda_types = {DType::f32, DType::bf16};  // of activations, on a GPU
-  std::function<bool(const Case&)> on_cuda = nullptr;         // null: every case is run there
+  std::function<bool(const Case&)> on_cuda = nullptr;         // which of `cases` are run there; null: all
+  std::vector<Case> cuda_cases = {};                          // only there: shapes too large for finite differences
 };
 
 std::vector<Result> check_oracle(const OpTable& table, const Case& c);
