@@ -59,6 +59,8 @@ struct Context {
   bool dry() const { return device == Device::dry; }
   // cpu or cuda: whose workspace and saved tensors are taken.
   Device back_end() const { return dry() ? dry_for : device; }
+  // bf16 on CUDA, float32 on the CPU (proofs in float64 make their own tensors).
+  DType activations() const { return back_end() == Device::cuda ? DType::bf16 : DType::f32; }
   GpuStream stream() const { return gpu::stream(); }
 };
 
