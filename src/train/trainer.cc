@@ -134,16 +134,16 @@ void Trainer::require_memory(const MemoryPlan& plan) const {
 
 void Trainer::write_run_files() const {
   const fs::path dir = config_.dir;
-  ckpt::write_text_atomic(config_.dir, "run.toml", state_.run_toml);
-  ckpt::write_text_atomic(config_.dir, "model.toml", state_.model_toml);
+  write_file_atomic((dir / "run.toml").string(), state_.run_toml);
+  write_file_atomic((dir / "model.toml").string(), state_.model_toml);
   if (state_.tokenizer != "bytes") {
     std::error_code error;
     fs::copy_file(fs::path(config_.data.store) / "tokenizer.model", dir / state_.tokenizer,
                   fs::copy_options::overwrite_existing, error);
     if (error) fail_user("{}: the vocabulary cannot be copied there ({})", config_.dir, error.message());
   }
-  ckpt::write_text_atomic(
-      config_.dir, "README.txt",
+  write_file_atomic(
+      (dir / "README.txt").string(),
       "A run of tessera.\n"
       "  run.toml        every option of the run, resolved\n"
       "  model.toml      the model\n"
