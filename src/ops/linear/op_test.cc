@@ -79,6 +79,7 @@ TEST(Linear, GradientsNotWantedAreSkippedAndNotCharged) {
 TEST(Linear, Bf16Products) {
   if (!cpu_has_bf16_products()) GTEST_SKIP() << "this CPU has no bf16 products";
   // Operands carry 8 bits: each product is off by up to 2^-8, their random sum by about 2e-3 of its size.
+  constexpr Types kAllF32{DType::f32, DType::f32, DType::f32};
   constexpr double kLimit = 5e-3;
   const Dims d{70, 96, 130};
   Arena arena(1 << 24);
@@ -101,8 +102,8 @@ TEST(Linear, Bf16Products) {
     EXPECT_LE(difference(got, want), kLimit);
     EXPECT_GT(difference(got, want), 1e-5) << "the operands were not rounded";
   }
-  EXPECT_EQ(arena.peak() - used, std::max(costs(d, DType::f32, Pass::forward, Product::bf16).workspace_bytes,
-                                          costs(d, DType::f32, Pass::backward, Product::bf16).workspace_bytes));
+  EXPECT_EQ(arena.peak() - used, std::max(costs(d, kAllF32, Pass::forward, Product::bf16).workspace_bytes,
+                                          costs(d, kAllF32, Pass::backward, Product::bf16).workspace_bytes));
 }
 
 }  // namespace
