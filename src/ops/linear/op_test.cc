@@ -2,8 +2,9 @@
 
 #include "core/philox.h"
 #include "ops/check/gtest_table.h"
-#include "ops/gemm/gemm.h"
+#include "ops/gemm/cuda.h"
 #include "ops/linear/cases.h"
+#include "ops/linear/cuda.h"
 
 namespace tessera::ops::linear {
 namespace {
@@ -74,6 +75,31 @@ TEST(Linear, GradientsNotWantedAreSkippedAndNotCharged) {
   EXPECT_EQ(ledger.total().gemm_flops, 2 * 2 * d.tokens * d.in * d.out);
   EXPECT_EQ(values(dx), values(only_dx));
   EXPECT_EQ(values(dw), values(only_dw));
+}
+
+TEST(Linear, ForAGpuAMixedProductWidensABlockOfRows) {
+  const Dims d{100000, 64, 16};
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  const auto taken = [&](DType x, DType weight, DType y) {
+    ledger.clear();
+    arena.reset_peak();
+    const Arena::Scope scope(arena);
+    const View tokens = arena.allocate(x, {d.tokens, d.in}), scores = arena.allocate(y, {d.tokens, d.out});
+    const View w = arena.allocate(weight, {d.out, d.in}), dw = arena.allocate(exact_type(x), {d.out, d.in});
+    const int64_t used = arena.used();
+    forward(ctx, d, {tokens, w}, {scores});
+    backward(ctx, d, {tokens, w}, {scores}, {tokens, true, dw});
+    EXPECT_EQ(2 * (arena.peak() - used), ledger.total().workspace_bytes);  // the same for each pass
+    return arena.peak() - used;
+  };
+  EXPECT_EQ(taken(DType::bf16, DType::bf16, DType::bf16), kGemmWorkspaceBytes);
+  EXPECT_EQ(taken(DType::f32, DType::f32, DType::f32), kGemmWorkspaceBytes);
+  EXPECT_EQ(taken(DType::bf16, DType::f32, DType::f32), kGemmWorkspaceBytes + cuda::kWidenedRows * d.in * 4);
+  EXPECT_THROW(taken(DType::bf16, DType::f32, DType::bf16), Error);
+  EXPECT_THROW(taken(DType::f32, DType::bf16, DType::f32), Error);
+  EXPECT_THROW(taken(DType::bf16, DType::bf16, DType::f32), Error) << "no gradient of exact y beside a bf16 weight";
 }
 
 TEST(Linear, Bf16Products) {
