@@ -51,12 +51,13 @@ std::vector<Tensor> reference_of(const Dims& d, const std::vector<Tensor>& in) {
                               in[sources.size() + 1].values)}};
 }
 
-check::Case make_case(Dims d, Scales scale = {}) {
+check::Case make_case(Dims d, Scales scale = {}, double limit_f32 = 1e-4) {
   return {.name = fmt::format("T {} D {} S {} source scale {} query scale {}", d.tokens, d.width, d.sources,
                               scale.source, scale.query),
           .inputs = [=] { return inputs(d, scale); },
           .reference = [=](const std::vector<Tensor>& in) { return reference_of(d, in); },
           .run = [=](const check::Run& r) { run(d, r); },
+          .limit_f32 = limit_f32,
           // A source's gradient is about 1/S and is added to 0.25, which the sum's rounding is relative to.
           .limit_bf16_gradient = 4e-3 * (1 + 0.25 * double(d.sources))};
 }
@@ -79,7 +80,8 @@ const check::OpTable& table() {
                 make_case({9, 32, 4, 1e-5},
                           {.source = 1e-3}),  // near the eps floor, where a wrong place of eps would show
                 make_case({9, 32, 4, 1e-5}, {.source = 1e3}),
-                make_case({9, 64, 4, 1e-5}, {.query = 3.0})},  // softmax nearly one-hot
+                // Softmax nearly one-hot; a backward through <G, v> - <G, h> is off by 1e-4.
+                make_case({9, 64, 4, 1e-5}, {.query = 3.0}, 2e-5)},
       .speed = {make_speed({8192, 512, 4, 1e-5})},
       // Tokens of several warps, of two pieces a thread, and narrower than their threads; several tokens a block.
       .cuda_cases = {make_case({5000, 64, 3, 1e-5}), make_case({700, 1000, 7, 1e-5}), make_case({30, 4104, 6, 1e-5}),

@@ -1,6 +1,6 @@
 // Attention Residuals on the GPU. With q = gain o query, r_i = 1 / rms(v_i), G = dh:
 //
-//   a_i = r_i <q, v_i>;   da_i = alpha_i (<G, v_i> - sum_k alpha_k <G, v_k>);   c_i = da_i r_i
+//   a_i = r_i <q, v_i>;   da_i = alpha_i sum_j alpha_j (<G, v_i> - <G, v_j>);   c_i = da_i r_i
 //   dv_i += alpha_i G + c_i (q - (a_i r_i / D) v_i);   dq = sum over tokens and i of c_i v_i
 //   dquery += gain o dq;   dgain += query o dq
 //
@@ -8,8 +8,7 @@
 // that. Forward reads S sources and writes h, the floor: it takes the sources four at a time (two where N is 2), finds
 // their scores in one reduction, and mixes them under a running maximum, as in online softmax. Backward needs all
 // <G, v_i> before the first gradient, and so goes through the sources twice, S + 1 reads from memory and S from the
-// caches, before it reads and writes the S gradients. (The sum over k is <G, h>, but h rounded to bf16 would drown da
-// where one source has nearly all the weight.)
+// caches, before it reads and writes the S gradients. (cpu.cc says why <G, h> will not do.)
 //
 // dq is summed in registers along a block's range of tokens, then over the blocks in order: the same bits in every run.
 #include "core/cuda/fast_math.h"
@@ -166,17 +165,31 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_const
   }
 }
 
+// dv += alpha G + c q - pull v
+struct Coefficients {
+  float alpha, c, pull;
+};
+template <class T>
+__device__ Coefficients coefficients(const Arguments<T>& a, int64_t t, int s, const float* products) {
+  const float* alphas = a.alpha + t * a.sources;
+  float sum = 0;
+  for (int j = 0; j < a.sources; ++j) sum += alphas[j] * (products[s] - products[j]);
+  const float alpha = alphas[s], rrms = a.rrms[t * a.sources + s], c = alpha * sum * rrms;
+  return {alpha, c, c * a.score[t * a.sources + s] * rrms / float(a.width)};
+}
+
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_constant__ Arguments<T> a) {
   constexpr int B = 4 / N, U = 2 / N;  // sources at a time: of the products <G, v>, of the updates
   __shared__ typename BlockSums<B>::Values halves[2][kMaxWarps];
   __shared__ float products[kMaxSources];
+  __shared__ Coefficients of_sources[kMaxSources];
   BlockSums<B> block_sums{halves};
   float q[N][8], dq[N][8] = {};
   load_folded(a, q);
   for (int64_t t = a.first_token(); t < a.last_token(); ++t) {
-    const int64_t row = t * a.width, scalars = t * a.sources;
-    float g[N][8], g_h = 0;
+    const int64_t row = t * a.width;
+    float g[N][8];
     load_row(a.dh + row, a.width, a.whole, g);
     for (int first = 0; first < a.sources; first += B) {
       float v[B][N][8], sums[B];
@@ -189,12 +202,12 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
       block_sums(sums);
 #pragma unroll
       for (int b = 0; b < B; ++b) {
-        if (first + b >= a.sources) break;
-        g_h += a.alpha[scalars + first + b] * sums[b];
-        if (threadIdx.x == 0) products[first + b] = sums[b];
+        if (threadIdx.x == 0 && first + b < a.sources) products[first + b] = sums[b];
       }
     }
     __syncthreads();  // products are there; the next token's come behind its first reduction
+    for (int s = threadIdx.x; s < a.sources; s += blockDim.x) of_sources[s] = coefficients(a, t, s, products);
+    __syncthreads();
     for (int first = 0; first < a.sources; first += U) {
       float v[U][N][8], dv[U][N][8];
 #pragma unroll
@@ -207,9 +220,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
       for (int u = 0; u < U; ++u) {
         const int s = first + u;
         if (s >= a.sources) break;
-        const float alpha = a.alpha[scalars + s], rrms = a.rrms[scalars + s];
-        const float c = alpha * (products[s] - g_h) * rrms;
-        const float pull = c * a.score[scalars + s] * rrms / float(a.width);
+        const auto [alpha, c, pull] = of_sources[s];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
