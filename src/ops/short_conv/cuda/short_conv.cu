@@ -2,13 +2,16 @@
 //
 //   a_t = sum_j w[j] p_{t-W+1+j},   y_t = a_t s,   dp_u = sum_j w[j] da_{u+W-1-j},   dw[j] = sum_t da_t p_{t-W+1+j}
 //
-// The floor is one read of x and one write of y, in the backward also one read of dy. A thread has 8 neighbouring
-// channels and walks along a strip of tokens with the last W inputs in its registers; a warp is 256 channels of one
-// strip, so that a document's end is the same event for all its lanes. Only the W-1 rows before a strip (in the
-// backward also behind it) are read twice, mostly from the cache: the strips of a block are neighbours.
+// The floor is one read of x and one write of y, in the backward also one read of dy. A thread has 4 neighbouring
+// channels and walks along a strip of tokens with the last W inputs in its registers (8 channels would need 200
+// registers in the backward, and leave too few threads to keep the memory busy); a warp is 128 channels of one strip,
+// so that a document's end is the same event for all its lanes. Only the W-1 rows before a strip (in the backward also
+// behind it) are read twice, mostly from the cache: the strips of a block are neighbours.
 //
 // Positions u from -(W-1) to -1 of a document are its initial window. Weight gradients are summed in registers along a
 // strip, over a block's strips in order, and over the kPartials blocks in order: the same bits in every run.
+#include <type_traits>
+
 #include "core/cuda/fast_math.h"
 #include "core/cuda/kernel.h"
 #include "ops/short_conv/cuda.h"
@@ -19,14 +22,40 @@ namespace {
 using namespace tessera::cuda;
 
 constexpr int kWarps = 8, kThreads = kWarps * 32;
-constexpr int kTile = 32 * 8;  // channels of a block
-constexpr int kStrip = 8;      // tokens of a warp in the forward: as many loads as a thread has in flight
+constexpr int kOwn = 4;           // channels of a thread
+constexpr int kTile = 32 * kOwn;  // channels of a block
+constexpr int kStrip = 8;         // tokens of a warp in the forward, all asked for at once
+constexpr int kAhead = 4;         // positions that the backward asks for at once, while it works on as many
 constexpr int kMaxWidth = 8;
+
+// A thread's channels of one row as they lie in memory: half the registers of floats where they are bf16.
+template <class T>
+using Packed = std::conditional_t<sizeof(T) == 2, uint2, float4>;
+
+__device__ void unpack(const uint2& packed, float (&x)[kOwn]) {
+  const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&packed);
+  const float2 low = __bfloat1622float2(pairs[0]), high = __bfloat1622float2(pairs[1]);
+  x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+}
+__device__ void unpack(const float4& packed, float (&x)[kOwn]) {
+  x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
+}
+template <class T>
+__device__ Packed<T> pack(const float (&x)[kOwn]) {
+  if constexpr (sizeof(T) == 2) {
+    uint2 packed;
+    __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+    pairs[0] = __floats2bfloat162_rn(x[0], x[1]), pairs[1] = __floats2bfloat162_rn(x[2], x[3]);
+    return packed;
+  } else {
+    return make_float4(x[0], x[1], x[2], x[3]);
+  }
+}
 
 template <class T>
 struct Arguments {
   int64_t tokens, channels, tiles;
-  bool whole;  // rows can be read eight elements at a time
+  bool whole;  // a thread's channels all exist and can be read at once
   int64_t documents;
   const int64_t* offsets;  // (documents + 1)
   const T* x;
@@ -39,11 +68,27 @@ struct Arguments {
   T* d_window = nullptr;  // null: not wanted
   float* partials = nullptr;
 
-  __device__ void load(const T* rows, int64_t row, int64_t channel, float (&to)[8]) const {
-    load8(rows + row * channels + channel, channels - channel, whole, to);
+  __device__ Packed<T> load(const T* rows, int64_t row, int64_t channel) const {
+    const T* from = rows + row * channels + channel;
+    if (whole) return *reinterpret_cast<const Packed<T>*>(from);
+    Packed<T> packed = {};
+    T* to = reinterpret_cast<T*>(&packed);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (channel + i < channels) to[i] = from[i];
+    }
+    return packed;
   }
-  __device__ void store(T* rows, int64_t row, int64_t channel, const float (&from)[8]) const {
-    store8(rows + row * channels + channel, channels - channel, whole, from);
+  __device__ void store(T* rows, int64_t row, int64_t channel, const float (&x)[kOwn]) const {
+    T* to = rows + row * channels + channel;
+    if (whole) {
+      *reinterpret_cast<Packed<T>*>(to) = pack<T>(x);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (channel + i < channels) to[i] = from_float<T>(x[i]);
+    }
   }
 };
 
@@ -61,7 +106,7 @@ __device__ int64_t document_of(const int64_t* offsets, int64_t documents, int64_
   return low;
 }
 
-// The weights of a block's channels, taps outermost: the order in which a thread's 8 channels are neighbours.
+// The weights of a block's channels, taps outermost: the order in which a thread's channels are neighbours.
 template <int W, class T>
 __device__ void stage_taps(const Arguments<T>& a, int64_t first_channel, float (&taps)[W][kTile]) {
   for (int e = threadIdx.x; e < W * kTile; e += kThreads) {
@@ -72,41 +117,43 @@ __device__ void stage_taps(const Arguments<T>& a, int64_t first_channel, float (
   __syncthreads();
 }
 template <int W>
-__device__ void own_taps(const float (&taps)[W][kTile], float (&w)[W][8]) {
+__device__ void own_taps(const float (&taps)[W][kTile], float (&w)[W][kOwn]) {
 #pragma unroll
-  for (int j = 0; j < W; ++j) load8(&taps[j][threadIdx.x % 32 * 8], w[j]);
+  for (int j = 0; j < W; ++j) {
+    unpack(*reinterpret_cast<const float4*>(&taps[j][threadIdx.x % 32 * kOwn]), w[j]);
+  }
 }
 
 // The W-1 inputs before position u of document n, which begins at token `begin`, into rows 0 to W-2. Row W-1 is the
 // current token's.
 template <int W, class T>
 __device__ void load_history(const Arguments<T>& a, int64_t n, int64_t begin, int64_t u, int64_t channel,
-                             float (&rows)[W][8]) {
+                             float (&rows)[W][kOwn]) {
 #pragma unroll
   for (int j = 0; j < W - 1; ++j) {
     const int64_t p = u - (W - 1) + j;
     if (p >= 0) {
-      a.load(a.x, begin + p, channel, rows[j]);
+      unpack(a.load(a.x, begin + p, channel), rows[j]);
     } else if (a.initial_window != nullptr) {
-      a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel, rows[j]);
+      unpack(a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel), rows[j]);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) rows[j][i] = 0;
+      for (int i = 0; i < kOwn; ++i) rows[j][i] = 0;
     }
   }
 }
 
 template <int W>
-__device__ void shift(float (&rows)[W][8]) {
+__device__ void shift(float (&rows)[W][kOwn]) {
 #pragma unroll
   for (int j = 0; j < W - 1; ++j) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) rows[j][i] = rows[j + 1][i];
+    for (int i = 0; i < kOwn; ++i) rows[j][i] = rows[j + 1][i];
   }
 }
 
 template <int W>
-__device__ float convolve(const float (&w)[W][8], const float (&rows)[W][8], int i) {
+__device__ float convolve(const float (&w)[W][kOwn], const float (&rows)[W][kOwn], int i) {
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < W; ++j) sum += w[j][i] * rows[j][i];
@@ -116,14 +163,15 @@ __device__ float convolve(const float (&w)[W][8], const float (&rows)[W][8], int
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<T> a) {
   __shared__ alignas(16) float taps[W][kTile];
-  const int64_t first_channel = blockIdx.x % a.tiles * kTile, channel = first_channel + threadIdx.x % 32 * 8;
+  const int64_t first_channel = blockIdx.x % a.tiles * kTile, channel = first_channel + threadIdx.x % 32 * kOwn;
   stage_taps<W>(a, first_channel, taps);
   const int64_t first = (blockIdx.x / a.tiles * kWarps + threadIdx.x / 32) * kStrip;
   if (first >= a.tokens || channel >= a.channels) return;
-  float w[W][8], rows[W][8], strip[kStrip][8];
+  float w[W][kOwn], rows[W][kOwn];
+  Packed<T> strip[kStrip];
 #pragma unroll
   for (int k = 0; k < kStrip; ++k) {
-    if (first + k < a.tokens) a.load(a.x, first + k, channel, strip[k]);
+    if (first + k < a.tokens) strip[k] = a.load(a.x, first + k, channel);
   }
   int64_t n = document_of(a.offsets, a.documents, first), end = a.offsets[n + 1];
   load_history<W>(a, n, a.offsets[n], first - a.offsets[n], channel, rows);
@@ -136,10 +184,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<T> a) {
       while (end == t) end = a.offsets[++n + 1];
       load_history<W>(a, n, t, 0, channel, rows);
     }
-    float y[8];
+    unpack(strip[k], rows[W - 1]);
+    float y[kOwn];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      rows[W - 1][i] = strip[k][i];
+    for (int i = 0; i < kOwn; ++i) {
       const float sum = convolve<W>(w, rows, i);
       y[i] = sum * fast_sigmoid(sum).value;
     }
@@ -152,82 +200,105 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<T> a) {
 // that it may be the initial window's memory: row i then comes from a row at or behind it.
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads) final_window_kernel(Arguments<T> a, int64_t pieces) {
-  const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x, n = index / pieces, channel = index % pieces * 8;
+  const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x, n = index / pieces,
+                channel = index % pieces * kOwn;
   if (n >= a.documents) return;
   const int64_t begin = a.offsets[n], length = a.offsets[n + 1] - begin;
   for (int i = 0; i < W - 1; ++i) {
     const int64_t p = length - (W - 1) + i;
-    float row[8] = {};
+    float row[kOwn] = {};
     if (p >= 0) {
-      a.load(a.x, begin + p, channel, row);
+      unpack(a.load(a.x, begin + p, channel), row);
     } else if (a.initial_window != nullptr) {
-      a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel, row);
+      unpack(a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel), row);
     }
     a.store(a.final_window, n * (W - 1) + i, channel, row);
   }
 }
 
-// Positions [from, to) of document n, which begins at token `begin`. da runs W-1 positions ahead of dp; the part with
-// the document's first token also has the gradient of its initial window.
+// x and dy of kAhead positions.
+template <class T>
+struct Chunk {
+  Packed<T> x[kAhead], dy[kAhead];
+
+  __device__ void load(const Arguments<T>& a, int64_t begin, int64_t v, int64_t behind, int64_t channel) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (v + k >= behind) return;
+      x[k] = a.load(a.x, begin + v + k, channel);
+      dy[k] = a.load(a.dy, begin + v + k, channel);
+    }
+  }
+};
+
+// da of the current token, whose inputs are in `rows`.
+template <int W>
+__device__ void linear_gradient(const float (&w)[W][kOwn], const float (&rows)[W][kOwn], const float (&dy)[kOwn],
+                                float (&da)[kOwn]) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const float sum = convolve<W>(w, rows, i);
+    const Sigmoid s = fast_sigmoid(sum);
+    da[i] = dy[i] * s.value * (1.0f + sum * s.complement);
+  }
+}
+
+// Positions [from, to) of document n. da runs W-1 positions ahead of dp; the part with the document's first token also
+// has the gradient of its initial window.
 template <int W, class T>
 __device__ void backward_part(const Arguments<T>& a, int64_t n, int64_t from, int64_t to, int64_t channel,
-                              const float (&w)[W][8], float (&dweight)[W][8]) {
+                              const float (&w)[W][kOwn], float (&dweight)[W][kOwn]) {
   const int64_t begin = a.offsets[n], length = a.offsets[n + 1] - begin;
   const int64_t behind = min(to + W - 1, length);  // the first position whose da is not wanted or does not exist
   const bool window = from == 0 && a.d_window != nullptr;
-  float rows[W][8], da[W][8] = {};  // inputs and da of positions v - W + 1 to v
-  float x[8], dy[8];                // of position v, asked for one step ahead
+  float rows[W][kOwn], da[W][kOwn] = {};  // inputs and da of positions v - W + 1 to v
+  Chunk<T> next;
+  next.load(a, begin, from, behind, channel);
   load_history<W>(a, n, begin, from, channel, rows);
-  a.load(a.x, begin + from, channel, x);
-  a.load(a.dy, begin + from, channel, dy);
-#pragma unroll 1
-  for (int64_t v = from; v < to + W - 1; ++v) {
-    float dy_v[8];
+  for (int64_t first = from; first < to + W - 1; first += kAhead) {
+    const Chunk<T> chunk = next;
+    next.load(a, begin, first + kAhead, behind, channel);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) rows[W - 1][i] = x[i], dy_v[i] = dy[i];
-    if (v + 1 < behind) {
-      a.load(a.x, begin + v + 1, channel, x);
-      a.load(a.dy, begin + v + 1, channel, dy);
-    }
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t v = first + k, u = v - (W - 1);
+      if (v >= to + W - 1) return;
+      float dp[kOwn] = {};
+      if (v < behind) {
+        float dy[kOwn];
+        unpack(chunk.x[k], rows[W - 1]);
+        unpack(chunk.dy[k], dy);
+        linear_gradient<W>(w, rows, dy, da[W - 1]);
+      } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float sum = convolve<W>(w, rows, i);
-      const Sigmoid s = fast_sigmoid(sum);
-      da[W - 1][i] = v < behind ? dy_v[i] * s.value * (1.0f + sum * s.complement) : 0.0f;
-    }
-    if (v < to) {
+        for (int i = 0; i < kOwn; ++i) da[W - 1][i] = 0;
+      }
 #pragma unroll
       for (int j = 0; j < W; ++j) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) dweight[j][i] += da[W - 1][i] * rows[j][i];
+        for (int i = 0; i < kOwn; ++i) {
+          if (v < to) dweight[j][i] += da[W - 1][i] * rows[j][i];
+          dp[i] += w[j][i] * da[W - 1 - j][i];
+        }
       }
+      if (u >= from) {
+        a.store(a.dx, begin + u, channel, dp);
+      } else if (window) {
+        a.store(a.d_window, n * (W - 1) + W - 1 + u, channel, dp);
+      }
+      shift<W>(rows);
+      shift<W>(da);
     }
-    shift<W>(rows);
-    float dp[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      dp[i] = 0;
-#pragma unroll
-      for (int j = 0; j < W; ++j) dp[i] += w[j][i] * da[W - 1 - j][i];
-    }
-    const int64_t u = v - (W - 1);
-    if (u >= from) {
-      a.store(a.dx, begin + u, channel, dp);
-    } else if (window) {
-      a.store(a.d_window, n * (W - 1) + W - 1 + u, channel, dp);
-    }
-    shift<W>(da);
   }
 }
 
 template <class T, int W>
-__global__ void __launch_bounds__(kThreads) backward_kernel(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 && W <= 4 ? 2 : 1) backward_kernel(Arguments<T> a) {
   __shared__ alignas(16) float taps[W][kTile];
   const int64_t first_channel = blockIdx.x % a.tiles * kTile, partial = blockIdx.x / a.tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t channel = first_channel + lane * 8;
+  const int64_t channel = first_channel + lane * kOwn;
   stage_taps<W>(a, first_channel, taps);
-  float w[W][8], dweight[W][8] = {};
+  float w[W][kOwn], dweight[W][kOwn] = {};
   own_taps<W>(taps, w);
   const int64_t strip = partial * kWarps + warp;
   const int64_t end = a.tokens * (strip + 1) / (kPartials * kWarps);
@@ -245,8 +316,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Arguments<T> a) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float& sum = taps[j][lane * 8 + i];
+        for (int i = 0; i < kOwn; ++i) {
+          float& sum = taps[j][lane * kOwn + i];
           sum = turn == 0 ? dweight[j][i] : sum + dweight[j][i];
         }
       }
@@ -311,7 +382,7 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
       launch(forward_kernel<T, W>, a.tiles * ceil_div(d.tokens, kWarps * kStrip), kThreads, 0, stream)(a);
       if (!out.final_window.present() || W == 1) return;
       a.final_window = out.final_window.gpu<T>();
-      const int64_t pieces = ceil_div(d.channels, 8);
+      const int64_t pieces = ceil_div(d.channels, kOwn);
       launch(final_window_kernel<T, W>, ceil_div(a.documents * pieces, kThreads), kThreads, 0, stream)(a, pieces);
     });
   });
