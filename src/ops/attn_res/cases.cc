@@ -58,8 +58,9 @@ check::Case make_case(Dims d, Scales scale = {}, double limit_f32 = 1e-4) {
           .reference = [=](const std::vector<Tensor>& in) { return reference_of(d, in); },
           .run = [=](const check::Run& r) { run(d, r); },
           .limit_f32 = limit_f32,
-          // A source's gradient is about 1/S and is added to 0.25, which the sum's rounding is relative to.
-          .limit_bf16_gradient = 4e-3 * (1 + 0.25 * double(d.sources))};
+          .limit_bf16 = d.tokens * d.width == 1 ? 4e-3 : 2.5e-3,  // the largest rounding; the mean one of many elements
+          // A source's gradient may be small beside what it is added to, and the sum's rounding is relative to both.
+          .limit_bf16_gradient = 1e-2};
 }
 
 check::SpeedCase make_speed(Dims d) {
@@ -84,8 +85,8 @@ const check::OpTable& table() {
                 make_case({9, 64, 4, 1e-5}, {.query = 3.0}, 2e-5)},
       .speed = {make_speed({8192, 512, 4, 1e-5})},
       // Tokens of several warps, of two pieces a thread, and narrower than their threads; several tokens a block.
-      .cuda_cases = {make_case({5000, 64, 3, 1e-5}), make_case({700, 1000, 7, 1e-5}), make_case({30, 4104, 6, 1e-5}),
-                     make_case({9, 2305, 70, 1e-5})}};
+      .cuda_cases = {make_case({5000, 64, 3, 1e-5}), make_case({700, 1000, 7, 1e-5}),
+                     make_case({30, 4104, 6, 1e-5}, {.query = 0.02}), make_case({9, 2305, 70, 1e-5}, {.query = 0.02})}};
   return t;
 }
 

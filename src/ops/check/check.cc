@@ -50,6 +50,9 @@ DType gradient_type(const Tensor& t, DType working) {
 
 bool adds(const Tensor& t) { return t.gradient == GradientRule::add || t.gradient == GradientRule::add_activation; }
 
+// What a gradient that is added to holds before: in bf16 little, or its digits would push out those of the sum.
+double gradient_start(const Tensor& t) { return t.gradient == GradientRule::add ? 0.25 : 0x1p-8; }
+
 // Calls f with a value of the element's C++ type.
 template <class F>
 void dispatch_element(DType dtype, F&& f) {
@@ -112,9 +115,8 @@ View allocate_like(Arena& arena, const Tensor& t, DType dtype) {
   return arena.allocate(dtype, Shape(std::span<const int64_t>(t.shape)));
 }
 
-// A case bound to storage: inputs filled, outputs poisoned, gradients that add started from 0.25.
+// A case bound to storage: inputs filled, outputs poisoned, gradients that add started from gradient_start.
 struct Bound {
-  static constexpr double kGradientStart = 0.25;
   std::vector<View> inputs, outputs, d_outputs, d_inputs;
 
   Bound(Arena& arena, DType working, const std::vector<Tensor>& in, const std::vector<Tensor>& out,
@@ -129,7 +131,7 @@ struct Bound {
       View view = t.gradient == GradientRule::none ? View() : allocate_like(arena, t, gradient_type(t, working));
       if (adds(t)) {
         Tensor start = t;
-        std::fill(start.values.begin(), start.values.end(), kGradientStart);
+        std::fill(start.values.begin(), start.values.end(), gradient_start(t));
         write_values(start, view);
       }
       d_inputs.push_back(view);
@@ -139,7 +141,7 @@ struct Bound {
   std::vector<double> gradient(const std::vector<Tensor>& in, size_t i) const {
     std::vector<double> g = read_values(d_inputs[i]);
     if (adds(in[i])) {
-      for (double& x : g) x -= kGradientStart;
+      for (double& x : g) x -= gradient_start(in[i]);
     }
     return g;
   }
