@@ -20,6 +20,11 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
   static_bytes_ = ctx.arena.used();
 }
 
+// Absent where the master is what ops read.
+static View working_copy(const model::Weights& weights, model::ParamId id) {
+  return weights[id].dtype() == DType::bf16 ? weights[id] : View();
+}
+
 std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
   std::vector<optim::Slot> slots;
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
@@ -30,7 +35,8 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
                      .gradient = weights_.d(id),
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
-                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay});
+                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                     .copy = working_copy(weights_, id)});
   }
   return slots;
 }
@@ -74,22 +80,29 @@ double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss
   return std::accumulate(host.begin(), host.end(), 0.0);
 }
 
+int64_t Stepper::clip_heads(Context& ctx) const {
+  const model::ModelConfig& c = model_.config();
+  std::vector<optim::QkClipLayer> layers;
+  for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
+    if (!c.is_mla(l)) continue;
+    const model::MlaParams& p = model_.table().layer(l).mla;
+    const model::ParamId query = p.q_proj != model::kNone ? p.q_proj : p.q_b;
+    layers.push_back({.max_logit = record_.max_logit[layers.size()],
+                      .q_proj = weights_.master[static_cast<size_t>(query)],
+                      .kv_b = weights_.master[static_cast<size_t>(p.kv_b)],
+                      .q_copy = working_copy(weights_, query),
+                      .kv_copy = working_copy(weights_, p.kv_b)});
+  }
+  return optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
+                        layers);
+}
+
 StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
   const optim::StepReport update = optimizer_.step(ctx, learning_rate, step);
   StepReport report{update.gradient_norm, update.clip_scale, update.finite, 0, {}};
   const model::ModelConfig& c = model_.config();
-  size_t mla = 0;
-  for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
-    if (!c.is_mla(l)) continue;
-    const model::MlaParams& p = model_.table().layer(l).mla;
-    const View& max_logit = record_.max_logit[mla++];
-    if (update.finite) {
-      report.heads_clipped +=
-          optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
-                         max_logit, weights_[p.q_proj != model::kNone ? p.q_proj : p.q_b], weights_[p.kv_b]);
-    }
-    max_logit.zero();
-  }
+  if (update.finite) report.heads_clipped = clip_heads(ctx);
+  for (const View& max_logit : record_.max_logit) max_logit.zero();
   if (guard != nullptr && update.finite) guard->observe(record_.counters, weights_);
   model::zero_gradients(weights_);
   if (ctx.dry()) return report;

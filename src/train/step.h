@@ -46,6 +46,7 @@ class Stepper {
 
  private:
   std::vector<optim::Slot> slots(const RunConfig& run) const;
+  int64_t clip_heads(Context& ctx) const;
   const model::Model& model_;
   const RunConfig& run_;
   model::Weights weights_;
