@@ -63,6 +63,15 @@ Costs costs(const Dims& d, DType dtype, Pass pass, Product product) {
                              scratch_costs(d, dtype, pass, product)};
 }
 
+static Costs forward_costs(const Dims& d, DType dtype, Product product, const Outputs& out) {
+  Costs c = costs(d, dtype, Pass::forward, product);
+  if (out.squares.present()) {
+    c.vector_flops += 2 * rows_of(d) * d.width;
+    c.bytes_moved += rows_of(d) * d.width * bytes_of(dtype);
+  }
+  return c;
+}
+
 Saved allocate_saved(Context& ctx, const Dims& d, DType dtype) {
   Arena& arena = ctx.arena;
   return {arena.allocate(DType::i64, {rows_of(d)}), arena.allocate(DType::i64, {d.experts + 1}),
@@ -73,8 +82,9 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, 
   const DType dtype = in.x.dtype();
   check_inputs(d, dtype, in);
   check_strided_view(out.y, dtype, {d.tokens, d.width}, "experts y");
+  if (out.squares.present()) check_view(out.squares, DType::f64, {d.experts}, "experts squares");
   if (saved != nullptr) check_saved(d, dtype, *saved);
-  OpScope op(ctx, "experts", Pass::forward, costs(d, dtype, Pass::forward, ctx.product));
+  OpScope op(ctx, "experts", Pass::forward, forward_costs(d, dtype, ctx.product, out));
   const Shape per_expert{d.experts + 1};
   cpu::ForwardWorkspace w;
   w.slots = saved != nullptr ? saved->slots : ctx.arena.allocate(DType::i64, {rows_of(d)});

@@ -26,6 +26,8 @@ struct Inputs {
 };
 struct Outputs {
   View y;  // (T, L)
+  // (E) f64: the sum over an expert's tokens of |y|^2, its own output before weighting, is added. Absent: not wanted.
+  View squares = {};
 };
 struct Saved {
   View slots;     // (T k) i64: rows ordered by expert -> slot index t k + s; empty slots last

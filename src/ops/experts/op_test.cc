@@ -154,6 +154,28 @@ TEST(Experts, InferenceGivesTheSameBits) {
   EXPECT_TRUE(same_bits(b.out.y, y));
 }
 
+TEST(Experts, SquaresAddUpAndLeaveTheOutputsAlone) {
+  const Dims d{3000, 6, 2, 16, 24, kSitu};
+  const int threads = thread_count();
+  Batch plain(d, Routing::half_used), one(d, Routing::half_used), many(d, Routing::half_used);
+  plain.run();
+  for (Batch* b : {&one, &many}) {
+    set_thread_count(b == &one ? 1 : 3);
+    b->out.squares = b->arena.allocate_zeroed(DType::f64, {d.experts});
+    b->run();
+    EXPECT_TRUE(same_bits(b->out.y, plain.out.y));
+    EXPECT_TRUE(same_bits(b->grads.w2, plain.grads.w2));
+  }
+  set_thread_count(threads);
+  EXPECT_TRUE(same_bits(one.out.squares, many.out.squares));
+  const std::vector<double> once(one.out.squares.as<double>(), one.out.squares.as<double>() + d.experts);
+  forward(one.ctx, d, one.in, one.out, nullptr);
+  for (size_t e = 0; e < once.size(); ++e) {
+    EXPECT_EQ(one.out.squares.as<double>()[e], 2 * once[e]);
+    EXPECT_EQ(once[e] > 0, e % 2 == 0) << "odd experts have no tokens";
+  }
+}
+
 TEST(Experts, TokensAloneGiveTheTokensOfTheBatch) {
   const Dims d{40, 6, 3, 16, 8, kSitu};
   Batch b(d, Routing::spread);
