@@ -50,10 +50,7 @@ std::string report_text(const train::EvalReport& r) {
 // The store and context of the run that made the checkpoint, unless given.
 void fill_from_run(Args& args, const train::SavedModel& saved) {
   if (!saved.state.run_toml.empty()) {
-    train::RunConfig run;
-    config::Options options;
-    run.bind(options);
-    options.load_text(saved.state.run_toml, saved.path + ": run");
+    const train::RunConfig run = train::parse_run_config(saved.state.run_toml, saved.path + ": run");
     if (args.store.empty()) args.store = run.data.store;
     if (args.context == 0) args.context = run.data.context;
   }

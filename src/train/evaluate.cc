@@ -8,6 +8,8 @@
 namespace tessera::train {
 namespace {
 
+constexpr model::RecordOptions kCountLoads{.router = {.balance = {.method = ops::router::Balance::none}}};
+
 // Mean loss of one position bucket with documents as the samples: tokens of one document are not independent.
 class BucketMean {
  public:
@@ -80,8 +82,7 @@ EvalReport::Routing audit(const model::Model& model, const std::vector<ops::rout
 EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weights& weights,
                     const data::ValidationSet& set, const std::function<void(int64_t, int64_t)>& progress) {
   Arena::Scope scope(ctx.arena);
-  model::StepRecord record =
-      model.allocate_record(ctx.arena, DType::f32, {.method = ops::router::Balance::none}, false);
+  model::StepRecord record = model.allocate_record(ctx.arena, DType::f32, kCountLoads);
   EvalReport report;
   std::vector<BucketMean> buckets(64);
   for (int64_t b = 0; b < set.count(); ++b) {
@@ -113,7 +114,7 @@ int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product prod
   Context ctx{Device::dry, dry, nullptr, product};
   const model::Weights weights = model::allocate_weights(dry, model.table(), DType::f32, false);
   const int64_t base = dry.used();
-  model::StepRecord record = model.allocate_record(dry, DType::f32, {.method = ops::router::Balance::none}, false);
+  model::StepRecord record = model.allocate_record(dry, DType::f32, kCountLoads);
   const View ids = dry.allocate(DType::i32, {tokens}), targets = dry.allocate(DType::i32, {tokens});
   const View loss = dry.allocate(DType::f32, {tokens});
   // The worst packing for the chunked scan: every document is one token.

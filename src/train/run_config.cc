@@ -19,7 +19,7 @@ static void bind_balance(config::Options& o, ops::router::BalanceOptions& b) {
                 {"sign", Balance::sign},
                 {"none", Balance::none}},
                "how the router's bias follows the load");
-  o.add("balance.bins", &b.bins, "B, histogram bins an expert", at_least(8));
+  o.add("balance.bins", &b.bins, "B, histogram bins an expert; the guard may double them", at_least(8));
   o.add("balance.width", &b.width, "h of the centred bins: resolution around the current bias", above(0));
   o.add("balance.smoothing", &b.smoothing, "rho: share of the old bias that stays", between(0, 1));
   o.add("balance.sign_step", &b.sign_step, "gamma of the sign rule", above(0));
@@ -79,6 +79,10 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.window", &guard.window, "steps of one window of the watch", at_least(1));
   o.add("guard.grace", &guard.grace, "first steps that are not judged", at_least(0));
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
+  o.add("guard.escalate", &guard.escalate,
+        "answer each alarm of a layer in turn by centred bins, finer bins, a router z-loss, re-initialised cold "
+        "experts, and at last by stopping the run; off: only report alarms");
+  o.add("guard.audit", &guard.audit, "steps between full records of every expert in metrics.jsonl", at_least(1));
 
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
         at_least(0));
@@ -121,6 +125,17 @@ optim::Schedule RunConfig::schedule() const {
           .decay_form = optim.decay_form};
 }
 
+GuardOptions RunConfig::guard_options() const {
+  return {.on = guard.on,
+          .revive = guard.revive,
+          .escalate = guard.escalate,
+          .window = guard.window,
+          .grace = guard.grace,
+          .audit = guard.audit,
+          .seed = static_cast<uint64_t>(seed),
+          .router = {.balance = balance}};
+}
+
 model::ModelOptions RunConfig::model_options(const model::ModelConfig& c) const {
   model::ModelOptions options;
   options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all);
@@ -145,6 +160,14 @@ RunConfig load_run_config(const std::string& path, const std::function<void(conf
     c.model_file = beside.string();
   }
   c.check(path);
+  return c;
+}
+
+RunConfig parse_run_config(const std::string& toml, const std::string& where) {
+  RunConfig c;
+  config::Options options;
+  c.bind(options);
+  options.load_text(toml, where);
   return c;
 }
 

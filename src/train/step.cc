@@ -4,12 +4,20 @@
 
 namespace tessera::train {
 
+// With the guard on: what it watches, and room for the bins it may ask for.
+static model::RecordOptions record_options(const RunConfig& run) {
+  const model::RouterOptions router{.balance = run.balance};
+  model::RecordOptions options{.router = router, .max_logit = run.optim.qk_clip > 0};
+  if (run.guard.on) options.counters = {true, with_every_rung(router).balance.bins};
+  return options;
+}
+
 Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
     : model_(model),
       run_(run),
       weights_(model::allocate_weights(ctx.arena, model.table(), DType::f32, true)),
       optimizer_(slots(run), run.optim.rules),
-      record_(model.allocate_record(ctx.arena, DType::f32, run.balance, run.optim.qk_clip > 0)) {
+      record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
   optimizer_.allocate_state(ctx);
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   targets_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
@@ -66,15 +74,25 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
   size_t moe = 0;
   for (int64_t l = 0; l < c.layers; ++l) {
     if (!c.is_moe(l)) continue;
+    const ops::router::BalanceOptions& options = record_.routers[moe].balance;
     const ops::router::Counters& counters = record_.counters[moe++];
     if (update.finite) {
       report.balance.push_back(
-          ops::router::balance(dims, run_.balance, weights_[model_.table().layer(l).moe.bias], counters));
+          ops::router::balance(dims, options, weights_[model_.table().layer(l).moe.bias], counters));
     } else {
       ops::router::clear(counters);
     }
   }
   return report;
+}
+
+void Stepper::set_routers(const std::vector<model::RouterOptions>& routers) {
+  TESSERA_CHECK(routers.size() == record_.routers.size(), "options of {} routers for {}", routers.size(),
+                record_.routers.size());
+  for (size_t l = 0; l < routers.size(); ++l) {
+    if (routers[l].balance != record_.routers[l].balance) restart(record_.counters[l], routers[l].balance);
+  }
+  record_.routers = routers;
 }
 
 std::vector<model::NamedView> Stepper::state() const {
@@ -90,12 +108,17 @@ std::vector<model::NamedView> Stepper::state() const {
       named.push_back({name.substr(0, hole) + std::to_string(e) + name.substr(hole + 2), view.at(e)});
     }
   }
-  // Zero at a step boundary, but for a layer that has yet to see enough tokens to move its bias.
+  const auto counts = pending_counts();
+  named.insert(named.end(), counts.begin(), counts.end());
+  return named;
+}
+
+std::vector<model::NamedView> Stepper::pending_counts() const {
+  std::vector<model::NamedView> named;
   for (size_t l = 0; l < record_.counters.size(); ++l) {
     const ops::router::Counters& c = record_.counters[l];
-    for (const auto& [what, view] :
-         {std::pair{"load", c.load}, std::pair{"weight", c.weight}, std::pair{"by_bias", c.by_bias},
-          std::pair{"histogram", c.histogram}, std::pair{"tokens", c.tokens}}) {
+    for (const auto& [what, view] : {std::pair{"load", c.pending_load}, std::pair{"histogram", c.histogram},
+                                     std::pair{"tokens", c.pending_tokens}}) {
       if (view.present()) named.push_back({fmt::format("balance.{}.{}", l, what), view});
     }
   }

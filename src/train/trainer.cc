@@ -7,7 +7,6 @@
 #include <fstream>
 #include <numeric>
 
-#include "ckpt/checkpoint.h"
 #include "core/log.h"
 #include "core/machine.h"
 #include "core/parallel.h"
@@ -58,17 +57,14 @@ Trainer::Trainer(RunConfig config)
     : config_(std::move(config)),
       model_(model::load_model_config(config_.model_file),
              config_.model_options(model::load_model_config(config_.model_file))),
-      guard_(model_, {config_.guard.on, config_.guard.revive, config_.guard.window, config_.guard.grace, 1000, 3,
-                      static_cast<uint64_t>(config_.seed)}) {
+      guard_(model_, config_.guard_options()) {
   if (config_.threads > 0) set_thread_count(static_cast<int>(config_.threads));
   if (!fs::exists(fs::path(config_.data.store) / "train" / "meta.json")) {
     fail_user("{}: no token store there; make one with `tessera data build TEXT --out DIR` and name it as data.store",
               config_.data.store);
   }
   corpus_ = std::make_unique<Corpus>(config_);
-  const bool quantile = config_.balance.method == ops::router::Balance::quantile_centred ||
-                        config_.balance.method == ops::router::Balance::quantile_uniform;
-  if (quantile && model_.config().moe.groups > 1) {
+  if (ops::router::counts_quantiles(config_.balance.method) && model_.config().moe.groups > 1) {
     fail_user(
         "{}: moe.groups is {}, and quantile balancing is not defined with expert groups; set balance.method = "
         "\"sign\" or \"none\"",
@@ -89,12 +85,13 @@ Trainer::~Trainer() = default;
 
 // ---- memory ----
 
-// One micro-batch, dry; returns the peak of the arena.
+// One micro-batch, dry, with the routers so trained; returns the peak of the arena.
 static int64_t dry_peak(const model::Model& model, const RunConfig& config, std::span<const int64_t> offsets,
-                        int64_t* static_bytes) {
+                        const std::vector<model::RouterOptions>& routers, int64_t* static_bytes) {
   Arena arena = Arena::dry();
   Context ctx{Device::dry, arena, nullptr, config.train.product};
   Stepper stepper(ctx, model, config);
+  stepper.set_routers(routers);
   const int64_t tokens = offsets.back();
   stepper.accumulate(ctx, {stepper.ids(tokens), stepper.targets(tokens), {offsets}}, tokens);
   stepper.finish(ctx, 0, 0);
@@ -107,12 +104,16 @@ MemoryPlan Trainer::plan_memory() {
   const int64_t sequences = config_.sequences_per_micro_batch();
   for (int64_t q = 0; q < config_.sequences_per_step(); q += sequences) {
     const data::Batch batch = corpus_->loader.batch(state_.next_sequence + q, sequences);
-    plan.planned_peak = std::max(plan.planned_peak, dry_peak(model_, config_, batch.offsets, &plan.static_bytes));
+    plan.planned_peak =
+        std::max(plan.planned_peak, dry_peak(model_, config_, batch.offsets, guard_.routers(), &plan.static_bytes));
   }
-  // The worst packing for the chunked scan: every document is one token. Costs address space, not memory.
+  // The worst packing for the chunked scan, every document is one token, and all that the guard may ask for. Costs
+  // address space, not memory.
   std::vector<int64_t> single(static_cast<size_t>(config_.train.micro_tokens) + 1);
   std::iota(single.begin(), single.end(), int64_t{0});
-  const int64_t worst = dry_peak(model_, config_, single, &plan.static_bytes);
+  std::vector<model::RouterOptions> routers = guard_.routers();
+  if (config_.guard.on) std::ranges::transform(routers, routers.begin(), with_every_rung);
+  const int64_t worst = dry_peak(model_, config_, single, routers, &plan.static_bytes);
   const int64_t evaluation =
       plan.static_bytes + evaluation_bytes(model_, config_.train.micro_tokens, config_.train.product);
   plan.capacity = std::max(worst, evaluation);
@@ -186,6 +187,14 @@ void Trainer::resume_or_initialise() {
   model::initialise(model_.config(), model_.table(), storage_->stepper.weights(), static_cast<uint64_t>(config_.seed));
 }
 
+// The routers of the run that wrote a checkpoint, as its guard had left them.
+static std::vector<model::RouterOptions> routers_of(const SavedState& saved, const model::Model& model,
+                                                    const std::string& where) {
+  Guard guard(model, parse_run_config(saved.run_toml, where + ": run").guard_options());
+  guard.restore(saved.guard);
+  return guard.routers();
+}
+
 void Trainer::resume(const std::string& checkpoint) {
   const ckpt::Reader reader(checkpoint);
   const SavedState saved = parse_saved_state(reader.manifest().state_json, checkpoint);
@@ -202,13 +211,34 @@ void Trainer::resume(const std::string& checkpoint) {
         "they were, or choose another run.dir",
         checkpoint, saved.plan_hash, state_.plan_hash);
   }
-  std::vector<ckpt::TensorRef> wanted;
-  for (const auto& [name, view] : storage_->stepper.state()) wanted.push_back({name, view});
-  ckpt::load_all(reader, wanted);
+  guard_.restore(saved.guard);
+  storage_->stepper.set_routers(guard_.routers());
+  load_tensors(reader, routers_of(saved, model_, checkpoint));
   state_.step = resumed_from_ = saved.step;
   state_.tokens = saved.tokens;
   state_.next_sequence = saved.next_sequence;
-  guard_.restore(saved.guard);
+}
+
+// Counts that wait for more tokens are not worth a refusal: under other balance options they start at zero.
+void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before) {
+  const Stepper& stepper = storage_->stepper;
+  const std::vector<model::NamedView> counts = stepper.pending_counts();
+  const auto is_count = [](const std::string& name) { return name.starts_with("balance."); };
+  const bool same_options = std::ranges::equal(routers_before, stepper.routers(), {}, &model::RouterOptions::balance,
+                                               &model::RouterOptions::balance);
+  const bool same_names =
+      std::ranges::count_if(reader.manifest().tensors, is_count, &ckpt::TensorRecord::name) == std::ssize(counts);
+  const bool fit = same_options && same_names && std::ranges::all_of(counts, [&](const auto& c) {
+                     return reader.holds({c.name, c.view});
+                   });
+  std::vector<ckpt::TensorRef> wanted;
+  for (const auto& [name, view] : stepper.state()) {
+    if (fit || !is_count(name)) wanted.push_back({name, view});
+  }
+  ckpt::load_all(reader, wanted, !fit);
+  if (fit) return;
+  for (const auto& [name, view] : counts) view.zero();
+  log_info("{}: was counted under other balance options; the routers count from zero", reader.path());
 }
 
 std::string Trainer::save() {
@@ -302,17 +332,18 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   }
   const int64_t decay_begin = config_.schedule().decay_begin();
   int64_t saved_at = resumed_from_, steps_here = 0;
-  while (state_.step < config_.train.steps && !StopSignals::asked()) {
+  std::string question;  // of the guard: it has nothing left to try
+  while (state_.step < config_.train.steps && !StopSignals::asked() && question.empty()) {
     Progress p{take_step(), config_.train.steps, 0, {}};
     ++steps_here;
     const auto events =
         guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
+    storage_->stepper.set_routers(guard_.routers());
     metrics.write(p.row);
     for (const GuardEvent& event : events) {
       metrics.write(event);
-      if (event.what == "alarm" || event.what == "revived") {
-        log_warning("step {}, layer {}: {} {}", event.step, event.layer, event.what, event.detail);
-      }
+      if (event.what == "stop") question = to_text(event);
+      if (event.what == "alarm" || event.what == "revived" || event.what == "rung") log_warning("{}", to_text(event));
     }
     const bool last = state_.step == config_.train.steps;
     if (last || (config_.eval.every > 0 && state_.step % config_.eval.every == 0)) evaluate_and_report(p);
@@ -334,6 +365,13 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
     result.checkpoint = find_checkpoint(config_.dir);
   }
   result.stopped_early = state_.step < config_.train.steps;
+  if (result.stopped_early && !question.empty()) {
+    fail_user(
+        "{}; the run is stopped and saved as {}. The guard's rows of {}/metrics.jsonl say what was tried. Move the "
+        "latest checkpoints away and go on from an earlier one with a lower optim.learning_rate, or go on from here "
+        "with guard.escalate = false",
+        question, result.checkpoint, config_.dir);
+  }
   result.step = state_.step;
   result.resumed_from = resumed_from_;
   result.tokens = state_.tokens;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "ckpt/checkpoint.h"
 #include "train/evaluate.h"
 #include "train/guard.h"
 #include "train/metrics.h"
@@ -61,6 +62,7 @@ class Trainer {
   void write_run_files() const;
   void resume_or_initialise();
   void resume(const std::string& checkpoint);
+  void load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before);
   StepRow take_step();
   EvalReport evaluate_now();
   std::string save();
