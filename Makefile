@@ -44,7 +44,8 @@ fuzz:
 	cmake --build build/fuzz --target fuzzers --parallel $(JOBS)
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz build/fuzz/fuzz
 
-cuda: setup
+cuda:
+	@scripts/setup --cuda
 	cmake --preset cuda
 	cmake --build build/cuda --target tessera --parallel $(JOBS)
 

@@ -8,6 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/gpu.h"
+
 namespace tessera {
 
 Arena Arena::dry() {
@@ -16,7 +18,12 @@ Arena Arena::dry() {
   return arena;
 }
 
-Arena::Arena(int64_t capacity_bytes) : capacity_(std::max(aligned(capacity_bytes), kAlignment)) {
+Arena::Arena(int64_t capacity_bytes, Memory memory)
+    : capacity_(std::max(aligned(capacity_bytes), kAlignment)), memory_(memory) {
+  if (memory == Memory::gpu) {
+    base_ = static_cast<std::byte*>(gpu::allocate(capacity_));
+    return;
+  }
   void* p = mmap(nullptr, static_cast<size_t>(capacity_), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
@@ -32,10 +39,16 @@ Arena::Arena(Arena&& other) noexcept
       capacity_(std::exchange(other.capacity_, 0)),
       used_(std::exchange(other.used_, 0)),
       peak_(std::exchange(other.peak_, 0)),
+      memory_(other.memory_),
       poison_(other.poison_) {}
 
 Arena::~Arena() {
-  if (base_ != nullptr) munmap(base_, static_cast<size_t>(capacity_));
+  if (base_ == nullptr) return;
+  if (memory_ == Memory::gpu) {
+    gpu::release(base_);
+  } else {
+    munmap(base_, static_cast<size_t>(capacity_));
+  }
 }
 
 View Arena::allocate(DType dtype, Shape shape) {
@@ -45,13 +58,16 @@ View Arena::allocate(DType dtype, Shape shape) {
   void* p = base_ == nullptr ? nullptr : base_ + used_;
   used_ += bytes;
   peak_ = std::max(peak_, used_);
-  if (poison_ && p != nullptr) {
+  const bool real = dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16;
+  if (poison_ && p != nullptr && memory_ == Memory::gpu) {
+    if (real) gpu::fill_bytes(p, 0xff, bytes);  // every bit set is a NaN in each of them
+  } else if (poison_ && p != nullptr) {
     if (dtype == DType::f32)
       std::fill_n(static_cast<float*>(p), shape.elements(), std::numeric_limits<float>::quiet_NaN());
     if (dtype == DType::f64)
       std::fill_n(static_cast<double*>(p), shape.elements(), std::numeric_limits<double>::quiet_NaN());
   }
-  return View(p, dtype, shape);
+  return View(p, dtype, shape, memory_);
 }
 
 View Arena::allocate_zeroed(DType dtype, Shape shape) {

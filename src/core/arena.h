@@ -15,8 +15,9 @@ class Arena {
  public:
   static constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector register
 
-  static Arena dry();                      // offsets only, no limit
-  explicit Arena(int64_t capacity_bytes);  // address space now, pages when first written
+  static Arena dry();  // offsets only, no limit
+  // Host: address space now, pages when first written. GPU: taken at once, one piece.
+  explicit Arena(int64_t capacity_bytes, Memory memory = Memory::host);
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&&) = delete;
   ~Arena();
@@ -27,6 +28,7 @@ class Arena {
   int64_t used() const { return used_; }
   int64_t peak() const { return peak_; }
   int64_t capacity() const { return capacity_; }
+  Memory memory() const { return memory_; }
   bool is_dry() const { return base_ == nullptr; }
   void release_to(int64_t mark);  // frees everything allocated since used() was `mark`
   void reset_peak() { peak_ = used_; }
@@ -55,6 +57,7 @@ class Arena {
   int64_t capacity_ = 0;
   int64_t used_ = 0;
   int64_t peak_ = 0;
+  Memory memory_ = Memory::host;
   bool poison_ = false;
 };
 

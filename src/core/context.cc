@@ -27,12 +27,18 @@ Costs Ledger::total() const {
 
 OpScope::OpScope(Context& context, const char* name, Pass pass, const Costs& costs)
     : context_(context), name_(name), pass_(pass), workspace_(context.arena) {
+  if (context_.device == Device::cuda) gpu::begin_range(name);
   if (context_.ledger == nullptr) return;
   context_.ledger->charge(name, pass, costs);
+  if (context_.device == Device::cuda) gpu::wait();
   begin_ = Clock::now();
 }
 
 OpScope::~OpScope() {
+  if (context_.device == Device::cuda) {
+    gpu::end_range();
+    if (context_.ledger != nullptr) gpu::wait_quietly();
+  }
   if (context_.ledger == nullptr || context_.dry()) return;
   context_.ledger->add_seconds(name_, pass_, std::chrono::duration<double>(Clock::now() - begin_).count());
 }

@@ -4,12 +4,13 @@
 #include <cstdint>
 #include <span>
 
-#include "core/error.h"
+#include "core/context.h"
 
 namespace tessera {
 
 struct Documents {
-  std::span<const int64_t> offsets;  // (N + 1): 0 = offsets[0] <= ... <= offsets[N] = T; empty documents are legal
+  std::span<const int64_t> offsets;      // (N + 1): 0 = offsets[0] <= ... <= offsets[N] = T; empty documents are legal
+  const int64_t* gpu_offsets = nullptr;  // the same on the GPU, where the device is cuda
 
   int64_t count() const { return static_cast<int64_t>(offsets.size()) - 1; }
   int64_t tokens() const { return offsets.back(); }
@@ -25,5 +26,8 @@ struct Documents {
     TESSERA_CHECK(offsets.back() == tokens, "document offsets end at {}, tokens are {}", offsets.back(), tokens);
   }
 };
+
+// With the offsets on the GPU too, taken from the arena, where the back end is cuda. `offsets` must outlive the result.
+Documents place_documents(Context&, std::span<const int64_t> offsets);
 
 }  // namespace tessera

@@ -1,4 +1,5 @@
-// Element types. The CPU back end computes in float32 (runs) or float64 (proofs); bf16 is a storage and product type.
+// Element types. The CPU back end computes in float32 (runs) or float64 (proofs); CUDA stores activations and working
+// copies of matrices in bf16 and accumulates in float32.
 #pragma once
 
 #include <bit>
@@ -36,6 +37,10 @@ constexpr std::string_view name_of(DType dtype) {
   }
   return "?";
 }
+
+// The type beside activations of `dtype` that holds what bf16 would spoil: statistics, routing weights, gains and gate
+// constants, the recurrent state, gradients of parameters, losses.
+constexpr DType exact_type(DType dtype) { return dtype == DType::bf16 ? DType::f32 : dtype; }
 
 // bfloat16 as its bits: the upper half of a float32. Conversion to it rounds to nearest, ties to even.
 struct bf16 {

@@ -15,6 +15,8 @@
 
 namespace tessera {
 
+enum class Memory : uint8_t { host, gpu };
+
 class Shape {
  public:
   static constexpr int kMaxRank = 5;
@@ -38,7 +40,7 @@ class Shape {
 class View {
  public:
   View() = default;
-  View(void* data, DType dtype, Shape shape);
+  View(void* data, DType dtype, Shape shape, Memory memory = Memory::host);
 
   bool present() const { return dtype_ != DType::none; }
   DType dtype() const { return dtype_; }
@@ -55,24 +57,41 @@ class View {
   bool contiguous() const { return row_stride_ == row_elements() || rows() <= 1; }
 
   void* data() const { return data_; }
+  Memory memory() const { return memory_; }
   template <class T>
-  T* as() const {
-    TESSERA_CHECK(dtype_of<T> == dtype_, "view of {} read as {}", name_of(dtype_), name_of(dtype_of<T>));
-    return static_cast<T*>(data_);
+  T* as() const {  // on the host
+    return pointer<T>(Memory::host);
+  }
+  template <class T>
+  T* gpu() const {  // for kernels
+    return pointer<T>(Memory::gpu);
   }
 
   View reshaped(Shape shape) const;                       // same elements, contiguous views only
   View row_range(int64_t begin, int64_t count) const;     // rows [begin, begin + count) of the outermost index
   View column_range(int64_t begin, int64_t count) const;  // columns of a rank-2 view; the row stride stays
   View at(int64_t index) const;                           // one slice of the outermost index, one rank less
-  void zero() const;                                      // does nothing on `dry`
+  void zero() const;                                      // nothing on `dry`; in the stream's order on the GPU
 
  private:
+  template <class T>
+  T* pointer(Memory wanted) const {
+    TESSERA_CHECK(dtype_of<T> == dtype_, "view of {} read as {}", name_of(dtype_), name_of(dtype_of<T>));
+    TESSERA_CHECK(memory_ == wanted || data_ == nullptr, "view {} lies in {} memory", shape_.to_string(),
+                  memory_ == Memory::gpu ? "GPU" : "host");
+    return static_cast<T*>(data_);
+  }
+
   void* data_ = nullptr;
+  Memory memory_ = Memory::host;
   DType dtype_ = DType::none;
   Shape shape_;
   int64_t row_stride_ = 0;
 };
+
+// Same type and shape, any row strides, either memory. To or from the host it returns when the bytes have arrived;
+// inside the GPU it takes its turn in the stream.
+void copy(const View& from, const View& to);
 
 // Checks type and shape of an argument once, at the public function of an op. `what` names the argument.
 void check_view(const View& view, DType dtype, const Shape& shape, const char* what);          // contiguous

@@ -57,7 +57,7 @@ StepRecord Model::allocate_record(Arena& arena, DType dtype, const RecordOptions
         ops::router::allocate_counters(arena, config_.moe.experts, options.router.balance, options.counters));
   }
   for (int64_t l = 0; options.max_logit && l < mla_layers(); ++l) {
-    record.max_logit.push_back(arena.allocate_zeroed(dtype, {config_.mla.heads}));
+    record.max_logit.push_back(arena.allocate_zeroed(exact_type(dtype), {config_.mla.heads}));
   }
   return record;
 }

@@ -2,10 +2,12 @@
 #include "ops/check/check.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <numeric>
 
+#include "core/hash.h"
 #include "core/philox.h"
 
 namespace tessera::check {
@@ -16,7 +18,7 @@ int64_t Tensor::elements() const {
 
 Tensor random_tensor(std::string name, std::vector<int64_t> shape, double scale, GradientRule gradient, uint64_t seed) {
   Tensor t{std::move(name), std::move(shape), {}, gradient, DType::none};
-  const Philox philox(std::hash<std::string>{}(t.name) ^ (seed * 0x9E3779B97F4A7C15ull), Purpose::test);
+  const Philox philox(hash_of(t.name).low ^ (seed * 0x9E3779B97F4A7C15ull), Purpose::test);
   t.values.resize(static_cast<size_t>(t.elements()));
   for (size_t i = 0; i < t.values.size(); ++i) t.values[i] = scale * philox.normal(i);
   return t;
@@ -37,35 +39,75 @@ Result within(const std::string& op, const std::string& what, double error, doub
 
 namespace {
 
-DType stored_type(const Tensor& t, DType working) { return t.dtype == DType::none ? working : t.dtype; }
+DType stored_type(const Tensor& t, DType working) {
+  if (t.dtype != DType::none) return t.dtype;
+  return t.exact ? exact_type(working) : working;
+}
+// Gradients of parameters are kept exactly; those of activations have their activation's type.
+DType gradient_type(const Tensor& t, DType working) {
+  return t.gradient == GradientRule::add ? exact_type(working) : stored_type(t, working);
+}
+
+// Calls f with a value of the element's C++ type.
+template <class F>
+void dispatch_element(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::f64: return f(double{});
+    case DType::bf16: return f(bf16{});
+    case DType::i32: return f(int32_t{});
+    default: return f(int64_t{});
+  }
+}
+template <class T>
+T encode(double x) {
+  if constexpr (std::is_same_v<T, bf16>)
+    return bf16(static_cast<float>(x));
+  else
+    return static_cast<T>(x);
+}
+template <class T>
+double decode(T x) {
+  if constexpr (std::is_same_v<T, bf16>)
+    return static_cast<double>(static_cast<float>(x));
+  else
+    return static_cast<double>(x);
+}
 
 void write_values(const Tensor& t, const View& view) {
   if (view.data() == nullptr) return;
-  for (size_t i = 0; i < t.values.size(); ++i) {
-    switch (view.dtype()) {
-      case DType::f32: view.as<float>()[i] = static_cast<float>(t.values[i]); break;
-      case DType::f64: view.as<double>()[i] = t.values[i]; break;
-      case DType::i32: view.as<int32_t>()[i] = static_cast<int32_t>(t.values[i]); break;
-      default: view.as<int64_t>()[i] = static_cast<int64_t>(t.values[i]); break;
-    }
-  }
+  dispatch_element(view.dtype(), [&](auto element) {
+    using T = decltype(element);
+    std::vector<T> host(t.values.size());
+    std::ranges::transform(t.values, host.begin(), encode<T>);
+    copy(View(host.data(), view.dtype(), view.shape()), view);
+  });
 }
 
 std::vector<double> read_values(const View& view) {
   std::vector<double> out(static_cast<size_t>(view.elements()));
-  for (size_t i = 0; i < out.size(); ++i) {
-    switch (view.dtype()) {
-      case DType::f32: out[i] = static_cast<double>(view.as<float>()[i]); break;
-      case DType::f64: out[i] = view.as<double>()[i]; break;
-      case DType::i32: out[i] = static_cast<double>(view.as<int32_t>()[i]); break;
-      default: out[i] = static_cast<double>(view.as<int64_t>()[i]); break;
-    }
-  }
+  dispatch_element(view.dtype(), [&](auto element) {
+    using T = decltype(element);
+    std::vector<T> host(out.size());
+    copy(view, View(host.data(), view.dtype(), view.shape()));
+    std::ranges::transform(host, out.begin(), decode<T>);
+  });
   return out;
 }
 
-View allocate_like(Arena& arena, const Tensor& t, DType working) {
-  return arena.allocate(stored_type(t, working), Shape(std::span<const int64_t>(t.shape)));
+// The values that storage in `working` keeps.
+std::vector<Tensor> rounded(std::vector<Tensor> tensors, DType working) {
+  for (Tensor& t : tensors) {
+    dispatch_element(stored_type(t, working), [&](auto element) {
+      using T = decltype(element);
+      for (double& x : t.values) x = decode<T>(encode<T>(x));
+    });
+  }
+  return tensors;
+}
+
+View allocate_like(Arena& arena, const Tensor& t, DType dtype) {
+  return arena.allocate(dtype, Shape(std::span<const int64_t>(t.shape)));
 }
 
 // A case bound to storage: inputs filled, outputs poisoned, gradients that add started from 0.25.
@@ -75,12 +117,14 @@ struct Bound {
 
   Bound(Arena& arena, DType working, const std::vector<Tensor>& in, const std::vector<Tensor>& out,
         const std::vector<Tensor>& d_out) {
-    for (const Tensor& t : in) write_values(t, inputs.emplace_back(allocate_like(arena, t, working)));
-    for (const Tensor& t : out) outputs.push_back(allocate_like(arena, t, working));
+    for (const Tensor& t : in) write_values(t, inputs.emplace_back(allocate_like(arena, t, stored_type(t, working))));
+    for (const Tensor& t : out) outputs.push_back(allocate_like(arena, t, stored_type(t, working)));
     if (d_out.empty()) return;
-    for (const Tensor& t : d_out) write_values(t, d_outputs.emplace_back(allocate_like(arena, t, working)));
+    for (const Tensor& t : d_out) {
+      write_values(t, d_outputs.emplace_back(allocate_like(arena, t, stored_type(t, working))));
+    }
     for (const Tensor& t : in) {
-      View view = t.gradient == GradientRule::none ? View() : allocate_like(arena, t, working);
+      View view = t.gradient == GradientRule::none ? View() : allocate_like(arena, t, gradient_type(t, working));
       if (t.gradient == GradientRule::add) {
         Tensor start = t;
         std::fill(start.values.begin(), start.values.end(), kGradientStart);
@@ -106,6 +150,7 @@ std::vector<Tensor> output_weights(const std::vector<Tensor>& outputs) {
   std::vector<Tensor> weights;
   for (const Tensor& t : outputs) {
     Tensor w = random_tensor("weight of " + t.name, t.shape);
+    w.exact = t.exact;
     if (t.gradient == GradientRule::none) std::fill(w.values.begin(), w.values.end(), 0.0);
     weights.push_back(std::move(w));
   }
@@ -241,25 +286,162 @@ std::vector<Result> check_all(const OpTable& table) {
   return all;
 }
 
-Speed measure(const OpTable& table, const SpeedCase& c, int repeats) {
+// ---- GPU ----
+
+namespace {
+
+struct CudaRun {
+  std::vector<std::vector<double>> outputs, gradients;  // gradients empty: forward only
+  int64_t peak = 0, planned_peak = 0;
+};
+
+CudaRun run_cuda(const Case& c, DType working, const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
+                 const std::vector<Tensor>& weights) {
+  CudaRun result;
+  {
+    Arena arena = Arena::dry();
+    Bound bound(arena, working, inputs, outputs, weights);
+    Context context{Device::dry, arena, nullptr, Product::bf16, Device::cuda};
+    c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
+    result.planned_peak = arena.peak();
+  }
+  Arena arena(result.planned_peak, Memory::gpu);
+  arena.set_poison(true);
+  Bound bound(arena, working, inputs, outputs, weights);
+  Context context{Device::cuda, arena, nullptr, Product::bf16};
+  c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
+  for (const View& view : bound.outputs) result.outputs.push_back(read_values(view));
+  for (size_t i = 0; i < bound.d_inputs.size(); ++i) {
+    result.gradients.push_back(bound.d_inputs[i].present() ? bound.gradient(inputs, i) : std::vector<double>{});
+  }
+  result.peak = arena.peak();
+  return result;
+}
+
+// Gradients by the float64 backward on the CPU: what check_gradient proves by differences.
+std::vector<std::vector<double>> exact_gradients(const Case& c, const std::vector<Tensor>& inputs,
+                                                 const std::vector<Tensor>& outputs,
+                                                 const std::vector<Tensor>& weights) {
+  Arena arena(kArenaBytes);
+  Bound bound(arena, DType::f64, inputs, outputs, weights);
+  Context context{Device::cpu, arena};
+  c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
+  std::vector<std::vector<double>> gradients;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    gradients.push_back(bound.d_inputs[i].present() ? bound.gradient(inputs, i) : std::vector<double>{});
+  }
+  return gradients;
+}
+
+bool same_bits(const std::vector<std::vector<double>>& a, const std::vector<std::vector<double>>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    for (size_t e = 0; e < a[i].size(); ++e) {
+      if (std::bit_cast<uint64_t>(a[i][e]) != std::bit_cast<uint64_t>(b[i][e])) return false;
+    }
+  }
+  return a.size() == b.size();
+}
+
+Result cuda_row(const OpTable& table, const Case& c, DType working, const std::string& what, double error,
+                double limit) {
+  Result r = within(table.op, fmt::format("{} {}: {}", name_of(working), what, c.name), error, limit);
+  r.device = "cuda";
+  return r;
+}
+
+}  // namespace
+
+std::vector<Result> check_cuda(const OpTable& table, const Case& c) {
+  std::vector<Result> results;
+  for (const DType working : table.cuda_types) {
+    const bool half = working == DType::bf16;
+    const std::vector<Tensor> inputs = rounded(c.inputs(), working);
+    const std::vector<Tensor> want = c.reference(inputs);
+    const std::vector<Tensor> weights = rounded(output_weights(want), working);
+    const auto add = [&](const std::string& what, double error, double limit) {
+      results.push_back(cuda_row(table, c, working, what, error, limit));
+    };
+    const CudaRun forward = run_cuda(c, working, inputs, want, {});
+    for (size_t o = 0; o < want.size(); ++o) {
+      add(want[o].name + " against the definition", relative_error(forward.outputs[o], want[o].values),
+          half ? c.limit_bf16 : c.limit_f32);
+    }
+    const CudaRun first = run_cuda(c, working, inputs, want, weights);
+    const CudaRun again = run_cuda(c, working, inputs, want, weights);
+    const auto exact = exact_gradients(c, inputs, want, weights);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].gradient == GradientRule::none || inputs[i].values.empty()) continue;
+      add("d " + inputs[i].name + " against float64", relative_error(first.gradients[i], exact[i]),
+          half ? c.limit_bf16_gradient : c.limit_f32);
+    }
+    add("twice gives the same bits",
+        same_bits(first.outputs, again.outputs) && same_bits(first.gradients, again.gradients) ? 0 : 1, 0);
+    add("dry run takes the memory of the real run", double(std::abs(first.peak - first.planned_peak)), 0);
+  }
+  return results;
+}
+
+std::vector<Result> check_all_cuda(const OpTable& table) {
+  std::vector<Result> all;
+  std::vector<const Case*> cases;
+  for (const Case& c : table.cases) {
+    if (!table.on_cuda || table.on_cuda(c)) cases.push_back(&c);
+  }
+  for (const Case& c : table.cuda_cases) cases.push_back(&c);
+  for (const Case* one : cases) {
+    const Case& c = *one;
+    try {
+      const auto part = check_cuda(table, c);
+      all.insert(all.end(), part.begin(), part.end());
+    } catch (const Error& e) {  // one op that cannot launch must not hide what the others do
+      all.push_back({table.op, "cuda", fmt::format("{}: {}", c.name, e.what()), std::nan(""), 0, false});
+    }
+  }
+  return all;
+}
+
+// ---- speed ----
+
+// Seconds of one call; on a GPU until the work is done.
+static double timed(const std::function<void()>& call, Device device) {
+  if (device == Device::cuda) gpu::wait();
+  const auto begin = std::chrono::steady_clock::now();
+  call();
+  if (device == Device::cuda) gpu::wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+Speed measure(const OpTable& table, const SpeedCase& c, Device device, int repeats) {
   const std::vector<Tensor> inputs = c.inputs();
   std::vector<Tensor> outputs;
   for (const auto& shape : c.output_shapes) outputs.push_back(random_tensor("output", shape));
   Speed speed{table.op, c.name, 0, 0, 0, 0, 0, 0, 0};
   for (const bool backward : {false, true}) {
-    Arena arena(int64_t{64} << 30);  // address space only
+    const bool cuda = device == Device::cuda;
+    const DType working = cuda ? DType::bf16 : DType::f32;
+    const std::vector<Tensor> d_outputs = backward ? outputs : std::vector<Tensor>{};
     Ledger ledger;
-    Bound bound(arena, DType::f32, inputs, outputs, backward ? outputs : std::vector<Tensor>{});
-    Context context{Device::cpu, arena, &ledger};
+    int64_t peak = int64_t{64} << 30;  // address space only
+    {
+      Arena dry = Arena::dry();
+      Bound bound(dry, working, inputs, outputs, d_outputs);
+      Context context{Device::dry, dry, &ledger, Product::bf16, device};
+      c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
+      if (cuda) peak = dry.peak();
+    }
+    Arena arena(peak, cuda ? Memory::gpu : Memory::host);
+    Bound bound(arena, working, inputs, outputs, d_outputs);
+    Context context{device, arena};
     const int64_t base = arena.used();
     std::vector<double> ms;
     for (int r = 0; r <= repeats; ++r) {  // the first warms caches and makes kernels
-      ledger.clear();
-      const auto begin = std::chrono::steady_clock::now();
-      c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
-      const double took = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+      const double took = timed(
+          [&] {
+            c.run({context, bound.inputs, bound.outputs, bound.d_outputs, bound.d_inputs});
+          },
+          device);
       arena.release_to(base);
-      if (r > 0) ms.push_back(took);
+      if (r > 0) ms.push_back(1e3 * took);
     }
     std::nth_element(ms.begin(), ms.begin() + repeats / 2, ms.end());
     const Costs total = ledger.total();

@@ -7,6 +7,8 @@
 //              backward in float32 against its backward in float64 (1e-4)
 //   supported  the dry run: same workspace as `costs` states, nothing touched
 //   speed      time, FLOP/s and bytes/s of forward and of forward + backward (tessera bench OP)
+// On a GPU the same tables are run in the types the op has there: outputs against the definition and gradients against
+// the float64 backward, both on inputs rounded to the type; twice, to the same bits; and dry, for the memory.
 // Outputs and workspaces are NaN before every call. GoogleTest, `tessera selfcheck` and `tessera bench` all read this.
 #pragma once
 
@@ -30,7 +32,8 @@ struct Tensor {
   std::vector<int64_t> shape;
   std::vector<double> values;
   GradientRule gradient = GradientRule::overwrite;
-  DType dtype = DType::none;  // none: the type under test (f32 or f64); i32 and i64 stay as they are
+  DType dtype = DType::none;  // none: the type under test (f32, f64 or bf16); i32 and i64 stay as they are
+  bool exact = false;         // exact_type of the type under test: statistics, gains, states, routing weights
 
   int64_t elements() const;
 };
@@ -52,11 +55,13 @@ struct Case {
   std::string name;  // the shape in words: "T 65 H 2 K 16 C 16 bounded"
   std::function<std::vector<Tensor>()> inputs;
   std::function<std::vector<Tensor>(const std::vector<Tensor>&)> reference;  // outputs, by definition, in float64
-  std::function<void(const Run&)> run;                                       // the engine, on either device
-  double limit_f32 = 1e-4;       // relative RMS error, float32 engine against float64
-  double limit_f64 = 1e-12;      // relative RMS error, float64 engine against the definition
-  double limit_gradient = 1e-6;  // relative, float64 engine's backward against central differences
-  double step = 1e-5;            // of the central differences, relative to the tensor's RMS
+  std::function<void(const Run&)> run;                                       // the engine, on any device
+  double limit_f32 = 1e-4;            // relative RMS error, float32 engine against float64
+  double limit_f64 = 1e-12;           // relative RMS error, float64 engine against the definition
+  double limit_bf16 = 2.5e-3;         // relative RMS error, bf16 engine against the definition on rounded inputs
+  double limit_bf16_gradient = 4e-3;  // the same of gradients, against the float64 backward
+  double limit_gradient = 1e-6;       // relative, float64 engine's backward against central differences
+  double step = 1e-5;                 // of the central differences, relative to the tensor's RMS
 };
 
 // One row of `tessera selfcheck`. `what` says which check of which shape.
@@ -79,12 +84,17 @@ struct OpTable {
   std::vector<SpeedCase> speed = {};
   std::function<std::vector<Result>()> more =
       nullptr;  // checks that are the op's own: chunk sizes agree, packed = separate
+  std::vector<DType> cuda_types = {DType::f32, DType::bf16};  // of activations, on a GPU
+  std::function<bool(const Case&)> on_cuda = nullptr;         // which of `cases` are run there; null: all
+  std::vector<Case> cuda_cases = {};                          // only there: shapes too large for finite differences
 };
 
 std::vector<Result> check_oracle(const OpTable& table, const Case& c);
 std::vector<Result> check_gradient(const OpTable& table, const Case& c);
 std::vector<Result> check_supported(const OpTable& table, const Case& c);
 std::vector<Result> check_all(const OpTable& table);  // the three above for every case, then `more`
+std::vector<Result> check_cuda(const OpTable& table, const Case& c);
+std::vector<Result> check_all_cuda(const OpTable& table);
 
 struct Speed {
   std::string op, shape;
@@ -93,7 +103,7 @@ struct Speed {
   double forward_bytes = 0, forward_backward_bytes = 0;  // moved, each operand once
   int64_t extra_bytes = 0;                               // peak of the arena beyond inputs, outputs and gradients
 };
-Speed measure(const OpTable& table, const SpeedCase& c, int repeats = 5);
+Speed measure(const OpTable& table, const SpeedCase& c, Device device = Device::cpu, int repeats = 5);
 
 double relative_error(std::span<const double> got, std::span<const double> want);           // ||got - want|| / ||want||
 Result within(const std::string& op, const std::string& what, double error, double limit);  // NaN fails

@@ -70,7 +70,7 @@ check::Case make_case(HeadShape s, const std::vector<int64_t>& lengths, double q
                               d.rope_dim, d.value_dim, q_scale, scale),
           .inputs = [=] { return inputs(d, q_scale); },
           .reference = [=](const std::vector<Tensor>& in) { return definition(d, offsets, in); },
-          .run = [=](const check::Run& r) { run(d, {offsets}, r); }};
+          .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); }};
 }
 
 check::SpeedCase make_speed(HeadShape s, int64_t documents, int64_t length) {
@@ -80,7 +80,7 @@ check::SpeedCase make_speed(HeadShape s, int64_t documents, int64_t length) {
       .name = fmt::format("T {} of {} H {} {}/{}/{}", d.tokens, length, d.heads, d.nope_dim, d.rope_dim, d.value_dim),
       .inputs = [=] { return inputs(d, 1.0); },
       .output_shapes = {{d.tokens, d.heads, d.value_dim}},
-      .run = [=](const check::Run& r) { run(d, {offsets}, r); }};
+      .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); }};
 }
 
 }  // namespace

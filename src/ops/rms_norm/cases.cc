@@ -18,9 +18,14 @@ void run(const Dims& d, const check::Run& r) {
   if (backward_too) backward(r.context, d, in, saved, {r.d_outputs[0]}, {r.d_inputs[0], r.d_inputs[1]});
 }
 
+Tensor weight(const Dims& d) {
+  Tensor t = check::random_tensor("weight", {d.width}, 1.0, GradientRule::add);
+  t.exact = true;
+  return t;
+}
+
 std::vector<Tensor> inputs(const Dims& d, double scale) {
-  return {check::random_tensor("x", {d.rows, d.width}, scale),
-          check::random_tensor("weight", {d.width}, 1.0, GradientRule::add)};
+  return {check::random_tensor("x", {d.rows, d.width}, scale), weight(d)};
 }
 
 check::Case make_case(Dims d, double scale = 1.0) {

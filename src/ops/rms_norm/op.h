@@ -14,23 +14,23 @@ struct Dims {
 };
 struct Inputs {
   View x;       // (R, W), any row stride
-  View weight;  // (W)
+  View weight;  // (W), exact_type
 };
 struct Outputs {
   View y;  // (R, W), any row stride
 };
 struct Saved {
-  View rstd;  // (R): 1 / sqrt(mean(x^2) + eps)
+  View rstd;  // (R), exact_type: 1 / sqrt(mean(x^2) + eps)
 };
 struct OutputGrads {
   View y;  // (R, W), any row stride
 };
 struct Grads {
   View x;       // (R, W), any row stride; overwritten. May be the same memory as OutputGrads::y.
-  View weight;  // (W); added to
+  View weight;  // (W), exact_type; added to
 };
 
-Costs costs(const Dims&, DType, Pass);
+Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);
 Saved allocate_saved(Context&, const Dims&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference

@@ -53,7 +53,7 @@ check::Case make_case(int64_t channels, int64_t width, const std::vector<int64_t
                     {"y", {d.tokens, channels}, std::move(result.y)},
                     {"final_window", {n, width - 1, channels}, std::move(result.final_window), GradientRule::none}};
               },
-          .run = [=](const check::Run& r) { run(d, {offsets}, r); }};
+          .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); }};
 }
 
 check::SpeedCase make_speed(Dims d) {
@@ -63,7 +63,7 @@ check::SpeedCase make_speed(Dims d) {
           .run =
               [=](const check::Run& r) {
                 const std::vector<int64_t> offsets{0, d.tokens};
-                run(d, {offsets}, r);
+                run(d, place_documents(r.context, offsets), r);
               }};
 }
 
