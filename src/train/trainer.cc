@@ -304,6 +304,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
     const auto events =
         guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
     metrics.write(p.row);
+    if (!p.row.report.finite) log_warning("step {}: {}", p.row.step, p.row.report.refusal());
     for (const GuardEvent& event : events) {
       metrics.write(event);
       if (event.what == "alarm" || event.what == "revived") {

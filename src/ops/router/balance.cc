@@ -85,7 +85,8 @@ Counters allocate_counters(Arena& arena, int64_t experts, const BalanceOptions& 
                     .weight = arena.allocate_zeroed(DType::f64, {experts}),
                     .by_bias = arena.allocate_zeroed(DType::i64, {experts}),
                     .histogram = {},
-                    .tokens = arena.allocate_zeroed(DType::i64, {1})};
+                    .tokens = arena.allocate_zeroed(DType::i64, {1}),
+                    .invalid = arena.allocate_zeroed(DType::i64, {1})};
   if (counts_quantiles(options.method)) {
     counters.histogram = arena.allocate_zeroed(DType::i32, {experts, options.bins});
   }
@@ -93,7 +94,8 @@ Counters allocate_counters(Arena& arena, int64_t experts, const BalanceOptions& 
 }
 
 void clear(const Counters& counters) {
-  for (const View& view : {counters.load, counters.weight, counters.by_bias, counters.histogram, counters.tokens}) {
+  for (const View& view :
+       {counters.load, counters.weight, counters.by_bias, counters.histogram, counters.tokens, counters.invalid}) {
     if (view.present()) view.zero();
   }
 }

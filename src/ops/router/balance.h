@@ -29,6 +29,7 @@ struct Counters {
   View by_bias;    // (E) i64: selections that the bias alone made (not in the top k of s)
   View histogram;  // (E, B) i32; absent for the sign rule and none
   View tokens;     // (1) i64: m, valid rows counted
+  View invalid;    // (1) i64: rows with a non-finite logit (Outputs::invalid of the step); above 0 it is no good step
 };
 
 Counters allocate_counters(Arena&, int64_t experts, const BalanceOptions&);
