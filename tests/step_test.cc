@@ -1,4 +1,4 @@
-// One optimisation step on a small model: what refuses it.
+// One optimisation step on a small model: what refuses it, and what its options change.
 #include "train/step.h"
 
 #include <gtest/gtest.h>
@@ -43,12 +43,13 @@ struct Training {
   Context ctx{Device::cpu, arena};
   train::Stepper stepper;
 
-  static train::RunConfig options() {
+  static train::RunConfig run_of(bool decay_idle_experts) {
     train::RunConfig r;
     r.train.micro_tokens = kTokens;
+    r.optim.decay_idle_experts = decay_idle_experts;
     return r;
   }
-  Training() : run(options()), stepper(ctx, model, run) {
+  explicit Training(bool decay_idle_experts = true) : run(run_of(decay_idle_experts)), stepper(ctx, model, run) {
     stepper.initialise(1);
   }
 
@@ -109,6 +110,42 @@ TEST(Step, GradientThatIsNotFiniteIsToldApart) {
   EXPECT_FALSE(report.finite);
   EXPECT_TRUE(report.blind_routers.empty());
   EXPECT_NE(report.refusal().find("gradient is not finite"), std::string::npos) << report.refusal();
+}
+
+TEST(Step, ExpertsWithoutATokenDecayUnlessToldOtherwise) {
+  constexpr int64_t kIdle = 3;
+  for (const bool decay : {true, false}) {
+    Training training(decay);
+    for (int64_t layer : {1, 2}) training.weight(training.moe(layer).bias).as<float>()[kIdle] = -10;
+    const auto experts = [&](int64_t layer) {
+      std::vector<Values> weights;
+      for (const model::ParamId id : {training.moe(layer).w1, training.moe(layer).w2, training.moe(layer).w3}) {
+        const View idle = training.weight(id).at(kIdle);
+        weights.emplace_back(idle.as<float>(), idle.as<float>() + idle.elements());
+      }
+      return weights;
+    };
+    const std::vector<Values> before[2] = {experts(1), experts(2)};
+    const Values busy(training.weight(training.moe(1).w1).as<float>(),
+                      training.weight(training.moe(1).w1).as<float>() + 9);
+    ASSERT_TRUE(training.take().finite);
+    for (int64_t layer : {1, 2}) {
+      const std::vector<Values> after = experts(layer);
+      for (size_t i = 0; i < after.size(); ++i) {
+        for (size_t j = 0; j < after[i].size(); ++j) {
+          const float start = before[layer - 1][i][j];
+          if (decay) {
+            EXPECT_NEAR(after[i][j], 0.999f * start, 1e-6f);
+          } else {
+            EXPECT_EQ(after[i][j], start);
+          }
+        }
+      }
+    }
+    for (size_t j = 0; j < busy.size(); ++j) {
+      EXPECT_NE(training.weight(training.moe(1).w1).as<float>()[j], busy[j]);
+    }
+  }
 }
 
 }  // namespace

@@ -40,6 +40,8 @@ static void bind_optim(config::Options& o, RunConfig::Optim& c) {
   o.add("optim.decay_fraction", &c.decay_fraction, "share of the steps in the last part of wsd", between(0, 1));
   o.add("optim.floor_ratio", &c.floor_ratio, "rate at the end over the peak", between(0, 1));
   o.add("optim.weight_decay", &c.weight_decay, "decoupled, on matrices", at_least(0));
+  o.add("optim.decay_idle_experts", &c.decay_idle_experts,
+        "off: experts without a token in the step keep their weights from decay");
   o.add("optim.clip_norm", &c.rules.clip_norm, "largest global gradient norm; 0: off", at_least(0));
   o.add("optim.momentum", &c.rules.momentum, "Muon", between(0, 1));
   o.add("optim.nesterov", &c.rules.nesterov, "Muon");

@@ -33,7 +33,8 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
                      .gradient = weights_.d(id),
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
-                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay});
+                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts});
   }
   return slots;
 }
