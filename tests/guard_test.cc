@@ -55,11 +55,12 @@ struct ToyRun {
     const std::vector<int64_t> offsets{0, kTokens};
     for (int64_t end = step + steps; step < end; ++step) {
       const Philox random(5, Purpose::test, static_cast<uint64_t>(step));
-      for (int64_t t = 0; t < kTokens; ++t) {
-        stepper.ids(kTokens).as<int32_t>()[t] = static_cast<int32_t>(random.bits(uint64_t(t)) % 250);
-        stepper.targets(kTokens).as<int32_t>()[t] = static_cast<int32_t>(random.bits(uint64_t(t) + 9999) % 250);
+      std::vector<int32_t> ids(kTokens), targets(kTokens);
+      for (size_t t = 0; t < ids.size(); ++t) {
+        ids[t] = static_cast<int32_t>(random.bits(t) % 250);
+        targets[t] = static_cast<int32_t>(random.bits(t + 9999) % 250);
       }
-      stepper.accumulate(ctx, {stepper.ids(kTokens), stepper.targets(kTokens), {offsets}}, kTokens);
+      stepper.accumulate(ctx, stepper.place(ctx, ids.data(), targets.data(), offsets), kTokens);
       load_of_3 = double(stepper.counters()[0].load.as<int64_t>()[3]) * 8 / double(kTokens * 2);
       stepper.finish(ctx, 1e-4, step, &guard);
       for (auto& event : guard.act(step + 1, false, stepper.weights(), stepper.optimizer())) events.push_back(event);
