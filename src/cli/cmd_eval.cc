@@ -85,7 +85,7 @@ void run(Args& args) {
   const int64_t batch_tokens = std::max<int64_t>(args.context, 8192);
   const data::ValidationSet set(store,
                                 {.context = args.context, .max_tokens = args.tokens, .batch_tokens = batch_tokens});
-  Arena arena(train::evaluation_bytes(saved.model, batch_tokens, Product::f32, args.device),
+  Arena arena(train::evaluation_bytes(saved.model, train::worst_packing(batch_tokens), Product::f32, args.device),
               args.device == Device::cuda ? Memory::gpu : Memory::host);
   Context ctx{args.device, arena};
   const train::EvalReport report = train::evaluate(ctx, saved.model, saved.weights, set, [](int64_t done, int64_t all) {

@@ -105,6 +105,7 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
     const View logits = lc.allocate_exact({lc.tokens, m.experts});
     router_logits(lc, p, x, logits);
     const ops::router::Inputs in{logits, lc.weights[p.bias]};
+    if (counting != nullptr) s.routing.invalid = counting->counters.invalid;  // summed over the micro-batches of a step
     ops::router::forward(lc.ctx, router_dims(lc), in, s.routing);
     if (counting != nullptr) {
       ops::router::count(lc.ctx, router_dims(lc), in, s.routing, counting->options, counting->counters);

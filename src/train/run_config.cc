@@ -40,6 +40,8 @@ static void bind_optim(config::Options& o, RunConfig::Optim& c) {
   o.add("optim.decay_fraction", &c.decay_fraction, "share of the steps in the last part of wsd", between(0, 1));
   o.add("optim.floor_ratio", &c.floor_ratio, "rate at the end over the peak", between(0, 1));
   o.add("optim.weight_decay", &c.weight_decay, "decoupled, on matrices", at_least(0));
+  o.add("optim.decay_idle_experts", &c.decay_idle_experts,
+        "off: experts without a token in the step keep their weights from decay");
   o.add("optim.clip_norm", &c.rules.clip_norm, "largest global gradient norm; 0: off", at_least(0));
   o.add("optim.momentum", &c.rules.momentum, "Muon", between(0, 1));
   o.add("optim.nesterov", &c.rules.nesterov, "Muon");
@@ -65,8 +67,9 @@ void RunConfig::bind(config::Options& o) {
   o.add("train.tokens_per_step", &train.tokens_per_step, "tokens of a step; a multiple of data.context", at_least(1));
   o.add("train.micro_tokens", &train.micro_tokens,
         "tokens of one forward and backward; divides tokens_per_step; less means less memory", at_least(1));
-  o.add_choice("train.product", &train.product, {{"f32", Product::f32}, {"bf16", Product::bf16}},
-               "operands of large matrix products; sums are float32 in both");
+  o.add_choice(
+      "train.product", &train.product, {{"f32", Product::f32}, {"bf16", Product::bf16}},
+      "operands of projections, experts and the head; inside KDA and MLA the CPU keeps f32; sums are float32 always");
   o.add("train.recompute", &train.recompute, "layers, counted from 1, that recompute in backward instead of saving",
         at_least(1));
   o.add("train.recompute_all", &train.recompute_all, "every layer recomputes");

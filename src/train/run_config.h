@@ -43,6 +43,7 @@ struct RunConfig {
     double decay_fraction = 0.3;
     double floor_ratio = 0;
     double weight_decay = 0.1;
+    bool decay_idle_experts = true;
     double qk_clip = 0;  // tau; 0: off
     optim::Options rules;
   } optim;

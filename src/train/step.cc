@@ -1,5 +1,8 @@
 #include "train/step.h"
 
+#include <fmt/format.h>
+
+#include <limits>
 #include <numeric>
 
 #include "optim/qk_clip.h"
@@ -38,7 +41,8 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
                      .gradient = weights_.d(id),
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
-                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay});
+                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts});
   }
   return slots;
 }
@@ -82,9 +86,37 @@ double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss
   return std::accumulate(host.begin(), host.end(), 0.0);
 }
 
+std::string StepReport::refusal() const {
+  if (finite) return "";
+  const char* changed =
+      "the step changed nothing; if it comes back, lower optim.learning_rate or start again from an "
+      "earlier checkpoint";
+  if (blind_routers.empty()) return fmt::format("the gradient is not finite; {}", changed);
+  return fmt::format("the router of layer {} met NaN or infinity; {}", fmt::join(blind_routers, ", "), changed);
+}
+
+// A token whose logits are not finite goes to no expert, so that neither loss nor gradient would show it.
+std::vector<int64_t> Stepper::blind_routers() const {
+  std::vector<int64_t> layers;
+  size_t moe = 0;
+  for (int64_t l = 0; l < model_.config().layers; ++l) {
+    if (!model_.config().is_moe(l)) continue;
+    int64_t rows = 0;
+    copy(record_.counters[moe++].invalid, View(&rows, DType::i64, {1}));
+    if (rows > 0) layers.push_back(l + 1);
+  }
+  return layers;
+}
+
 StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
-  const optim::StepReport update = optimizer_.step(ctx, learning_rate, step);
-  StepReport report{update.gradient_norm, update.clip_scale, update.finite, 0, {}};
+  StepReport report;
+  if (!ctx.dry()) report.blind_routers = blind_routers();
+  const optim::StepReport update = report.blind_routers.empty()
+                                       ? optimizer_.step(ctx, learning_rate, step)
+                                       : optim::StepReport{std::numeric_limits<double>::quiet_NaN(), 1, false};
+  report.gradient_norm = update.gradient_norm;
+  report.clip_scale = update.clip_scale;
+  report.finite = update.finite;
   const model::ModelConfig& c = model_.config();
   size_t mla = 0;
   for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {

@@ -16,6 +16,9 @@ struct StepReport {
   bool finite = true;                               // false: the step changed nothing
   int64_t heads_clipped = 0;                        // QK-clip
   std::vector<ops::router::BalanceReport> balance;  // one a MoE layer
+  std::vector<int64_t> blind_routers;               // layers, from 1, whose router met NaN or infinity: not finite
+
+  std::string refusal() const;  // why nothing was changed, for people; empty: it was
 };
 
 class Stepper {
@@ -53,6 +56,7 @@ class Stepper {
 
  private:
   std::vector<optim::Slot> slots(const RunConfig& run) const;
+  std::vector<int64_t> blind_routers() const;
   const model::Model& model_;
   const RunConfig& run_;
   model::Weights weights_;

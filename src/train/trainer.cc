@@ -5,10 +5,8 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <numeric>
 
 #include "core/log.h"
-#include "core/machine.h"
 #include "core/parallel.h"
 #include "data/build.h"
 #include "data/loader.h"
@@ -41,6 +39,15 @@ struct Trainer::Corpus {
         loader(plan),
         validation(valid,
                    {.context = c.data.context, .max_tokens = c.eval.tokens, .batch_tokens = c.train.micro_tokens}) {}
+
+  // Of the documents in a batch of sequences, without reading their tokens.
+  std::vector<int64_t> offsets(int64_t q_begin, int64_t count) {
+    std::vector<int64_t> offsets{0};
+    for (int64_t q = q_begin; q < q_begin + count; ++q) {
+      for (const data::Segment& segment : plan.sequence(q)) offsets.push_back(offsets.back() + segment.length);
+    }
+    return offsets;
+  }
 };
 
 // The arena and what lies in it for the whole run. The dry twin of the same calls is the plan.
@@ -85,50 +92,34 @@ Trainer::~Trainer() = default;
 
 // ---- memory ----
 
-// One micro-batch, dry, with the routers so trained; returns the peak of the arena.
-static int64_t dry_peak(const model::Model& model, const RunConfig& config, std::span<const int64_t> offsets,
-                        const std::vector<model::RouterOptions>& routers, int64_t* static_bytes) {
-  Arena arena = Arena::dry();
-  Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
-  Stepper stepper(ctx, model, config);
-  stepper.set_routers(routers);
-  stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
-  stepper.finish(ctx, 0, 0);
-  *static_bytes = stepper.static_bytes();
-  return arena.peak();
-}
+// Where training goes on.
+struct Trainer::Position {
+  int64_t step = 0, next_sequence = 0;
+};
 
-MemoryPlan Trainer::plan_memory() {
-  MemoryPlan plan;
-  const int64_t sequences = config_.sequences_per_micro_batch();
-  for (int64_t q = 0; q < config_.sequences_per_step(); q += sequences) {
-    const data::Batch batch = corpus_->loader.batch(state_.next_sequence + q, sequences);
-    plan.planned_peak =
-        std::max(plan.planned_peak, dry_peak(model_, config_, batch.offsets, guard_.routers(), &plan.static_bytes));
+// By the newest manifest that is right; that its tensors are, only loading them will show.
+Trainer::Position Trainer::expected_position() const {
+  try {
+    const auto newest = ckpt::newest_valid((fs::path(config_.dir) / "checkpoints").string());
+    if (!newest) return {};
+    const SavedState saved = parse_saved_state(ckpt::Reader(newest->path).manifest().state_json, newest->path);
+    return {saved.step, saved.next_sequence};
+  } catch (const UserError&) {
+    return {};  // resuming will say what is wrong
   }
-  // The worst packing for the chunked scan, every document is one token, and all that the guard may ask for. Costs
-  // address space, not memory.
-  std::vector<int64_t> single(static_cast<size_t>(config_.train.micro_tokens) + 1);
-  std::iota(single.begin(), single.end(), int64_t{0});
-  std::vector<model::RouterOptions> routers = guard_.routers();
-  if (config_.guard.on) std::ranges::transform(routers, routers.begin(), with_every_rung);
-  const int64_t worst = dry_peak(model_, config_, single, routers, &plan.static_bytes);
-  const int64_t evaluation =
-      plan.static_bytes + evaluation_bytes(model_, config_.train.micro_tokens, config_.train.product, config_.device);
-  plan.capacity = std::max(worst, evaluation);
-  return plan;
 }
 
-void Trainer::require_memory(const MemoryPlan& plan) const {
-  const int64_t available = inspect_machine().usable_memory_bytes();
-  const double limit = 0.95 * double(available);
-  if (double(plan.planned_peak) <= limit) return;
-  const double gib = double(int64_t{1} << 30);
-  fail_user(
-      "the run needs {:.1f} GiB ({:.1f} of them parameters, gradients and optimizer state) and {:.1f} GiB are "
-      "available; set train.micro_tokens = {}, or train.recompute_all = true, or choose a smaller model",
-      double(plan.planned_peak) / gib, double(plan.static_bytes) / gib, double(available) / gib,
-      std::max(config_.data.context, config_.train.micro_tokens / 2 / config_.data.context * config_.data.context));
+MemoryPlan Trainer::plan_from(const Position& at) {
+  // Sequences that are looked at: seconds of work. A longer run goes on with batches of the same documents (memory.md).
+  constexpr int64_t kAhead = 1 << 20;
+  const int64_t per_step = config_.sequences_per_step(), per_batch = config_.sequences_per_micro_batch();
+  const int64_t steps = std::min(config_.train.steps - at.step, kAhead / per_step + 1);
+  LargestBatches training, evaluation;
+  for (int64_t q = 0; q < steps * per_step; q += per_batch) {
+    training.add(corpus_->offsets(at.next_sequence + q, per_batch));
+  }
+  for (int64_t b = 0; b < corpus_->validation.count(); ++b) evaluation.add(corpus_->validation.batch(b).offsets);
+  return plan_memory(model_, config_, guard_.routers(), training, evaluation);
 }
 
 // ---- run directory ----
@@ -296,11 +287,14 @@ EvalReport Trainer::evaluate_now() {
 
 RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
-  result.plan = plan_memory();
-  require_memory(result.plan);
+  const Position expected = expected_position();
+  result.plan = plan_from(expected);
+  require_memory(result.plan, config_);
+  corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
   const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
-  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity), config_.device, model_, config_);
+  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_, config_);
   resume_or_initialise();
+  if (state_.step != expected.step) result.plan = plan_from({state_.step, state_.next_sequence});
   write_run_files();
   MetricsLog metrics((fs::path(config_.dir) / "metrics.jsonl").string(), resumed_from_);
   const StopSignals signals;
@@ -336,6 +330,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
         guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
     storage_->stepper.set_routers(guard_.routers());
     metrics.write(p.row);
+    if (!p.row.report.finite) log_warning("step {}: {}", p.row.step, p.row.report.refusal());
     for (const GuardEvent& event : events) {
       metrics.write(event);
       if (event.what == "stop") question = to_text(event);

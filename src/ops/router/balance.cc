@@ -88,7 +88,7 @@ void zero(std::initializer_list<View> views) {
   }
 }
 
-void clear_step(const Counters& c) { zero({c.load, c.weight, c.by_bias, c.tokens, c.output_squares}); }
+void clear_step(const Counters& c) { zero({c.load, c.weight, c.by_bias, c.tokens, c.invalid, c.output_squares}); }
 void clear_pending(const Counters& c) { zero({c.histogram, c.pending_load, c.pending_tokens}); }
 
 View histogram_in(const View& room, int64_t experts, int64_t bins) {
@@ -107,6 +107,7 @@ Counters allocate_counters(Arena& arena, int64_t experts, const BalanceOptions& 
              .weight = arena.allocate_zeroed(DType::f64, {experts}),
              .by_bias = arena.allocate_zeroed(DType::i64, {experts}),
              .tokens = arena.allocate_zeroed(DType::i64, {1}),
+             .invalid = arena.allocate_zeroed(DType::i64, {1}),
              .output_squares = wanted.output_squares ? arena.allocate_zeroed(DType::f64, {experts}) : View(),
              .histogram = {},
              .pending_load = arena.allocate_zeroed(DType::i64, {experts}),

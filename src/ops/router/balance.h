@@ -34,6 +34,7 @@ struct Counters {
   View weight;          // (E) f64: sum of p: the expert's share of the output
   View by_bias;         // (E) i64: selections that the bias alone made (not in the top k of s)
   View tokens;          // (1) i64: m, valid rows counted
+  View invalid;         // (1) i64: rows with a non-finite logit (Outputs::invalid of the step); above 0 it is no good step
   View output_squares;  // (E) f64: sum of |y_j|^2, the experts' outputs before weighting; absent: not wanted
   View histogram;       // (E, B) i32, earlier steps included; absent for the sign rule and none
   View pending_load;    // (E) i64: of the earlier steps alone
