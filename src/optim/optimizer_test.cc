@@ -234,6 +234,31 @@ TEST(Optimizer, DryRunTakesTheSameMemoryAndChargesTheSame) {
   }
 }
 
+TEST(Optimizer, ForAGpuADryRunTakesTheStatedMemory) {
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context dry{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  Bench bench;
+  std::vector<Slot> slots = mixed_slots(bench), with_copies = slots;
+  for (auto* all : {&slots, &with_copies}) {
+    for (Slot& s : *all) s.value = s.gradient = View(nullptr, DType::f32, s.value.shape());
+  }
+  int64_t copied = 0;
+  for (Slot& s : with_copies) {
+    s.copy = View(nullptr, DType::bf16, s.value.shape());
+    copied += s.copy.bytes();
+  }
+  Optimizer planned(with_copies, {});
+  planned.allocate_state(dry);
+  const int64_t state = arena.used();
+  EXPECT_EQ(planned.step(dry, 0.01, 0).clip_scale, 1);
+  const Costs costs = Optimizer::costs(with_copies, {}, Device::cuda);
+  EXPECT_EQ(arena.peak() - state, costs.workspace_bytes);
+  EXPECT_EQ(ledger.total().bytes_moved, costs.bytes_moved);
+  EXPECT_TRUE(ledger.total().gemm_flops == Optimizer::costs(slots, {}).gemm_flops);
+  EXPECT_EQ(costs.bytes_moved, Optimizer::costs(slots, {}, Device::cuda).bytes_moved + copied);
+}
+
 TEST(Optimizer, CostsFollowTheFormulas) {
   const View value(nullptr, DType::f32, {2 * 3072, 3584});
   const std::vector<Slot> slots{{"w", value, value, Rule::muon, 2, 0.1}};
@@ -263,6 +288,9 @@ TEST(Optimizer, RefusesSlotsThatCannotBe) {
   Slot other = good;
   other.gradient = bench.arena.allocate(DType::f64, {6, 8, 10});
   EXPECT_THROW(Optimizer({other}, {}), Error);
+  other = good;
+  other.copy = bench.arena.allocate(DType::bf16, {6, 8, 10});
+  EXPECT_THROW(Optimizer({other}, {}), Error) << "nothing on a CPU would keep the copy";
   other = good;
   other.gradient = bench.arena.allocate(DType::f32, {6, 8, 11});
   EXPECT_THROW(Optimizer({other}, {}), Error);

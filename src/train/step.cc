@@ -31,6 +31,11 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
   static_bytes_ = ctx.arena.used();
 }
 
+// Absent where the master is what ops read.
+static View working_copy(const model::Weights& weights, model::ParamId id) {
+  return weights[id].dtype() == DType::bf16 ? weights[id] : View();
+}
+
 std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
   std::vector<optim::Slot> slots;
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
@@ -42,7 +47,8 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
                      .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
-                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts});
+                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
+                     .copy = working_copy(weights_, id)});
   }
   return slots;
 }
@@ -108,6 +114,23 @@ std::vector<int64_t> Stepper::blind_routers() const {
   return layers;
 }
 
+int64_t Stepper::clip_heads(Context& ctx) const {
+  const model::ModelConfig& c = model_.config();
+  std::vector<optim::QkClipLayer> layers;
+  for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
+    if (!c.is_mla(l)) continue;
+    const model::MlaParams& p = model_.table().layer(l).mla;
+    const model::ParamId query = p.q_proj != model::kNone ? p.q_proj : p.q_b;
+    layers.push_back({.max_logit = record_.max_logit[layers.size()],
+                      .q_proj = weights_.master[static_cast<size_t>(query)],
+                      .kv_b = weights_.master[static_cast<size_t>(p.kv_b)],
+                      .q_copy = working_copy(weights_, query),
+                      .kv_copy = working_copy(weights_, p.kv_b)});
+  }
+  return optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
+                        layers);
+}
+
 StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
   StepReport report;
   if (!ctx.dry()) report.blind_routers = blind_routers();
@@ -118,18 +141,8 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
   report.clip_scale = update.clip_scale;
   report.finite = update.finite;
   const model::ModelConfig& c = model_.config();
-  size_t mla = 0;
-  for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
-    if (!c.is_mla(l)) continue;
-    const model::MlaParams& p = model_.table().layer(l).mla;
-    const View& max_logit = record_.max_logit[mla++];
-    if (update.finite) {
-      report.heads_clipped +=
-          optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
-                         max_logit, weights_[p.q_proj != model::kNone ? p.q_proj : p.q_b], weights_[p.kv_b]);
-    }
-    max_logit.zero();
-  }
+  if (update.finite) report.heads_clipped = clip_heads(ctx);
+  for (const View& max_logit : record_.max_logit) max_logit.zero();
   if (guard != nullptr && update.finite) guard->observe(record_.counters, weights_);
   model::zero_gradients(weights_);
   if (ctx.dry()) return report;

@@ -57,6 +57,7 @@ class Stepper {
  private:
   std::vector<optim::Slot> slots(const RunConfig& run) const;
   std::vector<int64_t> blind_routers() const;
+  int64_t clip_heads(Context& ctx) const;
   const model::Model& model_;
   const RunConfig& run_;
   model::Weights weights_;
