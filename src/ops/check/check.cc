@@ -48,6 +48,8 @@ DType gradient_type(const Tensor& t, DType working) {
   return t.gradient == GradientRule::add ? exact_type(working) : stored_type(t, working);
 }
 
+bool adds(const Tensor& t) { return t.gradient == GradientRule::add || t.gradient == GradientRule::add_activation; }
+
 // Calls f with a value of the element's C++ type.
 template <class F>
 void dispatch_element(DType dtype, F&& f) {
@@ -125,7 +127,7 @@ struct Bound {
     }
     for (const Tensor& t : in) {
       View view = t.gradient == GradientRule::none ? View() : allocate_like(arena, t, gradient_type(t, working));
-      if (t.gradient == GradientRule::add) {
+      if (adds(t)) {
         Tensor start = t;
         std::fill(start.values.begin(), start.values.end(), kGradientStart);
         write_values(start, view);
@@ -136,7 +138,7 @@ struct Bound {
 
   std::vector<double> gradient(const std::vector<Tensor>& in, size_t i) const {
     std::vector<double> g = read_values(d_inputs[i]);
-    if (in[i].gradient == GradientRule::add) {
+    if (adds(in[i])) {
       for (double& x : g) x -= kGradientStart;
     }
     return g;

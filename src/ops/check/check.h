@@ -22,9 +22,10 @@
 namespace tessera::check {
 
 enum class GradientRule : uint8_t {
-  none,       // not differentiable: indices, offsets
-  overwrite,  // backward writes it: gradients of activations
-  add         // backward adds to it: gradients of parameters
+  none,           // not differentiable: indices, offsets
+  overwrite,      // backward writes it: gradients of activations
+  add,            // backward adds to it, in exact_type: gradients of parameters
+  add_activation  // backward adds to it, in the type of the activations, which several readers have
 };
 
 struct Tensor {
