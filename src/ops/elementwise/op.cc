@@ -1,7 +1,8 @@
-// Bound by memory: one fused loop over each thread's range. Small enough to need no back-end file of its own.
+// Bound by memory: one fused loop over each thread's range. On the CPU small enough to need no file of its own.
 #include "ops/elementwise/op.h"
 
 #include "core/parallel.h"
+#include "ops/elementwise/cuda.h"
 
 namespace tessera::ops::elementwise {
 namespace {
@@ -26,6 +27,7 @@ void add(Context& ctx, const View& a, const View& b, const View& y) {
   check_view(y, a.dtype(), a.shape(), "elementwise y");
   OpScope op(ctx, "elementwise", Pass::forward, costs(a.elements(), a.dtype()));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::add(ctx.stream(), a, b, y);
   dispatch_real(a.dtype(), [&](auto real) {
     using Real = decltype(real);
     parallel_ranges(a.elements(), kGrainElements, [&](int64_t begin, int64_t end) {

@@ -7,7 +7,8 @@ namespace tessera::ops::elementwise {
 
 Costs costs(int64_t elements, DType);
 
-void add(Context&, const View& a, const View& b, const View& y);  // y = a + b; y may be a or b; same shapes, contiguous
-void add_to(Context&, const View& a, const View& y);              // y += a
+// y = a + b, summed in float32 or wider and rounded once; y may be a or b. Same types and shapes, contiguous.
+void add(Context&, const View& a, const View& b, const View& y);
+void add_to(Context&, const View& a, const View& y);  // y += a
 
 }  // namespace tessera::ops::elementwise
