@@ -88,6 +88,7 @@ struct OpTable {
   std::vector<DType> cuda_types = {DType::f32, DType::bf16};  // of activations, on a GPU
   std::function<bool(const Case&)> on_cuda = nullptr;         // which of `cases` are run there; null: all
   std::vector<Case> cuda_cases = {};                          // only there: shapes too large for finite differences
+  std::vector<SpeedCase> cuda_speed = {};                     // only there: sizes that would take a CPU minutes
 };
 
 std::vector<Result> check_oracle(const OpTable& table, const Case& c);
