@@ -9,11 +9,17 @@
 // bits costs what TF32 would. Nothing is saved for the backward, which runs `prepare` and `scan` again.
 #pragma once
 
+#include <cmath>
+
 #include "ops/kda/op.h"
 
 namespace tessera::ops::kda::cuda {
 
 inline constexpr int64_t kChunk = 64;
+
+inline float query_scale(const Dims& d) {
+  return static_cast<float>(d.scale != 0 ? d.scale : 1 / std::sqrt(static_cast<double>(d.key_dim)));
+}
 
 struct Chunk {
   int64_t token;  // the first one, in the pack
@@ -54,7 +60,8 @@ struct Workspace {
 int64_t workspace_bytes(const Dims&, const Plan&);
 Workspace allocate_workspace(Arena&, const Dims&, const Plan&);
 
-// Fills the lists and all that a chunk has by itself: everything but `ends` and `transitions`.
+void fill_lists(GpuStream, const Documents&, const Plan&, const Workspace&);
+// Fills the lists, and all that a chunk has by itself: everything but `ends` and `transitions`.
 void prepare(GpuStream, const Dims&, const Inputs&, const Plan&, const Workspace&);
 
 // Outputs of a scan; what is absent is not computed. The backward asks for `states` and `r`, the forward for the
