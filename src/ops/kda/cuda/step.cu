@@ -12,6 +12,7 @@ namespace tessera::ops::kda::cuda {
 namespace {
 
 using namespace tessera::cuda;
+using tessera::cuda::bf16;
 
 constexpr int kWarps = 8, kRowsOfWarp = 4, kRows = kWarps * kRowsOfWarp, kThreads = 32 * kWarps;
 
