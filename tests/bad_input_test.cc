@@ -406,7 +406,7 @@ TEST_F(BadInput, Import) {
       {"number out of range", changed("negative.json", {{"hidden_size", -3}}), {"\"hidden_size\" is -3", "from 1"}},
       {"experts out of range", changed("topk.json", {{"num_experts_per_token", 9}}), {"moe.top_k is 9"}},
       {"not JSON", {"ckpt", "import", path("broken.json")}, {"broken.json", "not a JSON object"}},
-      {"no such file", {"ckpt", "import", path("nowhere.json")}, {"nowhere.json", "cannot be read"}},
+      {"no such file", {"ckpt", "import", path("nowhere.json")}, {"nowhere.json", "cannot open", "check the path"}},
       {"weights without a place", {"ckpt", "import", config, "--weights", path("changed.safetensors")}, {"--out"}},
   });
 }

@@ -45,6 +45,20 @@ TEST(Commands, PlanModelOfKimiK3) {
   EXPECT_EQ(total, j.at("total_params").get<int64_t>());
 }
 
+// Attention's share of a token grows with the context, everything else stays: differences are proportional, also where
+// the FLOPs of a step pass 2^63.
+TEST(Commands, PlanModelAtTenMillionTokens) {
+  const auto at = [](int64_t context) {
+    return json_of({"plan", "model", source_path("configs/models/kimi-k3.toml"), "--context", std::to_string(context)});
+  };
+  const json small = at(200'000), medium = at(1'000'000), large = at(10'000'000);
+  for (const char* key : {"forward_flops_per_token", "step_flops_per_token"}) {
+    const double from = small.at(key), to = medium.at(key), far = large.at(key);
+    EXPECT_NEAR((far - to) / (to - from), 11.25, 1e-5) << key;
+  }
+  EXPECT_NEAR(large.at("activation_bytes").get<double>() / medium.at("activation_bytes").get<double>(), 10, 0.01);
+}
+
 TEST(Commands, BenchStepPlansExactlyWhatItUses) {
   for (const char* more : {"--kda-only", "--recompute-all"}) {
     const json j = json_of({"bench", "step", "--model", source_path("configs/models/nano.toml"), "--context", "96",

@@ -20,10 +20,10 @@
 #include <string_view>
 #include <vector>
 
-#include "ckpt/file.h"
 #include "ckpt/lock.h"
 #include "ckpt/manifest.h"
 #include "ckpt/safetensors_writer.h"
+#include "core/file.h"
 
 namespace tessera::ckpt {
 

@@ -59,7 +59,7 @@ Collection open_collection(const std::string& path) {
 }
 
 void Collection::open_index(const std::string& path) {
-  const nlohmann::json root = parse_json_object(read_text(path, kMaxIndexBytes), path);
+  const nlohmann::json root = parse_json_object(read_file(path, kMaxIndexBytes), path);
   const nlohmann::json& map = member(root, "weight_map", path);
   if (!map.is_object()) fail_user("{}: weight_map is of type {}, wanted an object", path, map.type_name());
   std::map<std::string, size_t> opened;

@@ -4,8 +4,8 @@
 #include <charconv>
 #include <filesystem>
 
-#include "ckpt/file.h"
 #include "core/error.h"
+#include "core/file.h"
 #include "core/hash.h"
 
 namespace tessera::ckpt {
@@ -95,8 +95,8 @@ Manifest read_manifest(const std::string& directory) {
         "{} has no COMMITTED file: it was never completed, or is no checkpoint; use another (`tessera ckpt list`)",
         directory);
   }
-  const std::string line = read_text(commit_path, kMaxCommitBytes);
-  const std::string text = read_text(manifest_path, kMaxManifestBytes);
+  const std::string line = read_file(commit_path, kMaxCommitBytes);
+  const std::string text = read_file(manifest_path, kMaxManifestBytes);
   // The hash decides before the text is parsed, so that damage is called damage and not a syntax error.
   if (line.find(hash_hex(text)) == std::string::npos) {
     fail_user(

@@ -9,8 +9,8 @@
 #include <map>
 #include <mutex>
 
-#include "ckpt/file.h"
 #include "core/error.h"
+#include "core/file.h"
 
 namespace tessera::ckpt {
 

@@ -12,8 +12,8 @@
 #include <string_view>
 #include <vector>
 
-#include "ckpt/file.h"
 #include "core/dtype.h"
+#include "core/file.h"
 
 namespace tessera::ckpt {
 

@@ -13,9 +13,6 @@ namespace tessera::ckpt {
 
 namespace {
 
-// Large enough for parallel file systems, small enough that a hashed piece is still in the cache when it is written.
-constexpr int64_t kPieceBytes = int64_t{4} << 20;
-
 int64_t bytes_of_spec(const TensorSpec& spec) {
   int64_t bytes = bytes_of(spec.dtype);
   for (int64_t extent : spec.shape) bytes *= extent;
@@ -64,7 +61,7 @@ TensorSpec spec_of(const TensorRef& ref) {
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<TensorSpec> specs,
                                      const std::map<std::string, std::string>& metadata)
-    : file_(File::create(path)), specs_(std::move(specs)) {
+    : file_(path), specs_(std::move(specs)) {
   const std::string text = header_text(specs_, metadata);
   const uint64_t length = text.size();
   header_bytes_ = static_cast<int64_t>(sizeof(length) + text.size());
@@ -72,9 +69,8 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
   hasher.add_number(static_cast<int64_t>(length));
   hasher.add(text);
   header_hash_ = hasher.digest().hex();
-  pending_.reserve(kPieceBytes);
-  put(reinterpret_cast<const std::byte*>(&length), sizeof(length));
-  put(reinterpret_cast<const std::byte*>(text.data()), static_cast<int64_t>(text.size()));
+  file_.write({reinterpret_cast<const char*>(&length), sizeof(length)});
+  file_.write(text);
 }
 
 SafetensorsWriter::Written SafetensorsWriter::append(const View& view) {
@@ -85,7 +81,7 @@ SafetensorsWriter::Written SafetensorsWriter::append(const View& view) {
                 spec.name, name_of(given.dtype), shape_text(given.shape), name_of(spec.dtype), shape_text(spec.shape));
   TESSERA_CHECK(view.data() != nullptr || view.bytes() == 0, "tensor \"{}\" has no storage", spec.name);
 
-  Written written{at_, view.bytes(), {}};
+  Written written{file_.size(), view.bytes(), {}};
   const auto* base = static_cast<const std::byte*>(view.data());
   const bool contiguous = view.contiguous();
   const int64_t runs = view.bytes() == 0 ? 0 : contiguous ? 1 : view.rows();
@@ -93,38 +89,20 @@ SafetensorsWriter::Written SafetensorsWriter::append(const View& view) {
   Hasher hasher;
   for (int64_t run = 0; run < runs; ++run) {
     const std::byte* from = base + run * view.row_stride() * bytes_of(view.dtype());
-    for (int64_t done = 0; done < run_bytes; done += kPieceBytes) {
-      const int64_t piece = std::min(kPieceBytes, run_bytes - done);
-      hasher.add(text_of(from + done, piece));
-      put(from + done, piece);
+    for (int64_t done = 0; done < run_bytes; done += FileWriter::kPieceBytes) {
+      const std::string_view piece = text_of(from + done, std::min(FileWriter::kPieceBytes, run_bytes - done));
+      hasher.add(piece);
+      file_.write(piece);
     }
   }
   written.hash = hasher.digest().hex();
   return written;
 }
 
-void SafetensorsWriter::put(const std::byte* from, int64_t bytes) {
-  if (static_cast<int64_t>(pending_.size()) + bytes > kPieceBytes) flush();
-  if (bytes >= kPieceBytes / 4) {
-    flush();
-    file_.write(from, bytes);
-  } else {
-    pending_.insert(pending_.end(), from, from + bytes);
-  }
-  at_ += bytes;
-}
-
-void SafetensorsWriter::flush() {
-  file_.write(pending_.data(), static_cast<int64_t>(pending_.size()));
-  pending_.clear();
-}
-
 int64_t SafetensorsWriter::finish() {
   TESSERA_CHECK(next_ == specs_.size(), "{} of {} tensors written to {}", next_, specs_.size(), file_.path());
-  flush();
-  file_.sync();
   file_.close();
-  return at_;
+  return file_.size();
 }
 
 void order_widest_first(std::vector<TensorRef>& tensors) {

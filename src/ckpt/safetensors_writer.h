@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "ckpt/file.h"
+#include "core/file.h"
 #include "core/hash.h"
 #include "core/view.h"
 
@@ -49,16 +49,11 @@ class SafetensorsWriter {
   const std::string& header_hash() const { return header_hash_; }
 
  private:
-  void put(const std::byte* from, int64_t bytes);
-  void flush();
-
-  File file_;
+  FileWriter file_;
   std::vector<TensorSpec> specs_;
   size_t next_ = 0;
   int64_t header_bytes_ = 0;
-  int64_t at_ = 0;
   std::string header_hash_;
-  std::vector<std::byte> pending_;  // small tensors and rows, gathered to one large write
 };
 
 // A whole file in one call: written beside `path`, then renamed over it, so that a reader never sees half a file.

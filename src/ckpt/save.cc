@@ -100,9 +100,9 @@ int64_t write_directory(const std::string& directory, const CheckpointState& sta
   std::sort(manifest.tensors.begin(), manifest.tensors.end(),
             [](const TensorRecord& a, const TensorRecord& b) { return a.name < b.name; });
   const std::string text = to_json(manifest), line = commit_line(text, state.step);
-  write_text_synced(join(directory, "manifest.json"), text);
+  write_file_synced(join(directory, "manifest.json"), text);
   sync_directory(directory);
-  write_text_atomic(directory, "COMMITTED", line);  // half a mark would pass for damage
+  write_file_atomic(join(directory, "COMMITTED"), line);  // half a mark would pass for damage
   int64_t bytes = static_cast<int64_t>(text.size() + line.size());
   for (const FileRecord& file : manifest.files) bytes += file.size;
   return bytes;
@@ -163,7 +163,7 @@ SaveReport save(const std::string& root, const CheckpointState& state, const Sav
   }
   sync_directory(root);
   if (!replaced.empty()) warn_on_error(report.warnings, [&] { discard(root, replaced); });
-  warn_on_error(report.warnings, [&] { write_text_atomic(root, "LATEST", name + "\n"); });
+  warn_on_error(report.warnings, [&] { write_file_atomic(join(root, "LATEST"), name + "\n"); });
   warn_on_error(report.warnings, [&] {
     report.removed = apply_retention(root, options.keep_last, options.keep_every_steps, state.step, report.warnings);
   });

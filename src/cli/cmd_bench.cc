@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "cli/ranges.h"
 #include "ops/gemm/gemm.h"
@@ -89,13 +90,13 @@ void bench_ops(const Args& args) {
   for (const check::OpTable* table : selfcheck::op_tables()) {
     if (args.op != "all" && args.op != table->op) continue;
     if (args.op == "kda" && args.kda_shape) {
-      rows.push_back(
-          check::measure(*table, ops::kda::speed_case(args.tokens > 0 ? args.tokens : 8192, args.heads, args.dim)));
+      rows.push_back(check::measure(
+          *table, ops::kda::speed_case(args.tokens > 0 ? args.tokens : 8192, args.heads, args.dim), args.step.device));
       continue;
     }
     for (const check::SpeedCase& c : table->speed) {
       show_progress(table->op + " " + c.name);
-      rows.push_back(check::measure(*table, c));
+      rows.push_back(check::measure(*table, c, args.step.device));
     }
   }
   clear_progress();
@@ -126,7 +127,7 @@ void run(Args& args) {
   args.step.model_file = model_path(args.model);
   if (args.tokens > 0) args.step.tokens = args.tokens;
   args.step.product = args.product == "bf16" ? Product::bf16 : Product::f32;
-  if (args.step.product == Product::bf16 && !ops::cpu_has_bf16_products()) {
+  if (args.step.device == Device::cpu && args.step.product == Product::bf16 && !ops::cpu_has_bf16_products()) {
     fail_user("--product bf16: this CPU has no bf16 products; use f32");
   }
   print_step(train::bench_step(args.step), args.json);
@@ -155,6 +156,7 @@ void add_bench(CLI::App& app) {
   command->add_option("--dim", args->dim, "kda: key and value width of a head")
       ->capture_default_str()
       ->check(at_least(1));
+  add_device_option(*command, args->step.device);
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args, command] {
     args->kda_shape = command->count("--tokens") + command->count("--heads") + command->count("--dim") > 0;

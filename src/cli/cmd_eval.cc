@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "cli/ranges.h"
 #include "config/options.h"
@@ -23,6 +24,7 @@ namespace fs = std::filesystem;
 
 struct Args {
   std::string checkpoint, store, ids, logits, grads;
+  Device device = Device::cpu;
   int64_t context = 0, tokens = 262144;
   bool json = false;
 };
@@ -62,6 +64,7 @@ void fill_from_run(Args& args, const train::SavedModel& saved) {
 }
 
 void run_parity(const Args& args) {
+  if (args.device != Device::cpu) fail_user("--ids compares in float32, on the CPU; leave --device out");
   if (args.logits.empty() && args.grads.empty()) {
     fail_user("--ids needs --logits FILE or --grads FILE to write to");
   }
@@ -73,7 +76,7 @@ void run_parity(const Args& args) {
 
 void run(Args& args) {
   if (!args.ids.empty()) return run_parity(args);
-  const train::SavedModel saved = train::load_saved_model(args.checkpoint);
+  const train::SavedModel saved = train::load_saved_model(args.checkpoint, args.device);
   fill_from_run(args, saved);
   const data::Store store((fs::path(args.store) / "valid").string());
   if (!saved.state.tokenizer.empty()) data::check_tokenizer(store, saved.tokenizer()->fingerprint());
@@ -85,8 +88,9 @@ void run(Args& args) {
   const int64_t batch_tokens = std::max<int64_t>(args.context, 8192);
   const data::ValidationSet set(store,
                                 {.context = args.context, .max_tokens = args.tokens, .batch_tokens = batch_tokens});
-  Arena arena(train::evaluation_bytes(saved.model, batch_tokens, Product::f32));
-  Context ctx{Device::cpu, arena};
+  Arena arena(train::evaluation_bytes(saved.model, batch_tokens, Product::f32, args.device),
+              args.device == Device::cuda ? Memory::gpu : Memory::host);
+  Context ctx{args.device, arena};
   const train::EvalReport report = train::evaluate(ctx, saved.model, saved.weights, set, [](int64_t done, int64_t all) {
     show_progress(fmt::format("batch {}/{}", done, all));
   });
@@ -109,6 +113,7 @@ void add_eval(CLI::App& app) {
   command->add_option("--ids", args->ids, "Parity with another system: safetensors file with a tensor 'ids'");
   command->add_option("--logits", args->logits, "With --ids: write logits (T, vocabulary), float32");
   command->add_option("--grads", args->grads, "With --ids: write gradients of the mean next-token loss");
+  add_device_option(*command, args->device);
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args] { run(*args); });
 }

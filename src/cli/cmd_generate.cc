@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "cli/ranges.h"
 #include "infer/decoder.h"
@@ -19,6 +20,7 @@ namespace {
 
 struct Args {
   std::string checkpoint, prompt, prompt_file, tokenizer;
+  Device device = Device::cpu;
   int64_t tokens = 256;
   infer::SamplingOptions sampling{.temperature = 0.8, .top_p = 0.95, .seed = 1};
   bool json = false;
@@ -34,7 +36,7 @@ std::string read_prompt(const Args& args) {
 }
 
 void run(const Args& args) {
-  const train::SavedModel saved = train::load_saved_model(args.checkpoint);
+  const train::SavedModel saved = train::load_saved_model(args.checkpoint, args.device);
   const auto tokenizer = args.tokenizer.empty() ? saved.tokenizer() : data::load_tokenizer(args.tokenizer);
   const std::string prompt = read_prompt(args);
   std::vector<int32_t> ids = tokenizer->encode(prompt);
@@ -43,7 +45,7 @@ void run(const Args& args) {
   const int64_t allowed = std::min(saved.model.config().vocabulary, tokenizer->vocab_size());
 
   const auto begin = std::chrono::steady_clock::now();
-  infer::Decoder decoder(saved.model, saved.weights, prompt_tokens + args.tokens, Product::f32);
+  infer::Decoder decoder(saved.model, saved.weights, prompt_tokens + args.tokens, Product::f32, args.device);
   infer::Sampler sampler(args.sampling);
   data::StreamDecoder stream(tokenizer);
   if (!args.json) print(prompt);
@@ -93,6 +95,7 @@ void add_generate(CLI::App& app) {
       ->check(between(0, 1.0));
   command->add_option("--seed", args->sampling.seed, "Same seed, same text")->capture_default_str();
   command->add_option("--tokenizer", args->tokenizer, "\"bytes\" or a SentencePiece model; default: the checkpoint's");
+  add_device_option(*command, args->device);
   command->add_flag("--json", args->json, "Print text and figures as JSON");
   command->callback([args] { run(*args); });
 }

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "selfcheck/selfcheck.h"
 
@@ -14,6 +15,7 @@ namespace {
 
 struct Args {
   std::string only;
+  Device device = Device::cpu;
   bool json = false, all = false;
 };
 
@@ -38,7 +40,7 @@ std::string report_text(const std::vector<check::Result>& rows, bool all) {
 
 void run(const Args& args) {
   int64_t done = 0;
-  const auto rows = selfcheck::run(args.only, [&](const std::vector<check::Result>& part) {
+  const auto rows = selfcheck::run(args.only, args.device, [&](const std::vector<check::Result>& part) {
     done += static_cast<int64_t>(part.size());
     show_progress(fmt::format("{} checks, {} done", done, part.empty() ? "" : part.front().op));
   });
@@ -69,6 +71,7 @@ void add_selfcheck(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("selfcheck", "Every op and the whole model against float64 and finite differences");
   command->add_option("op", args->only, "Only this op, or \"model\"");
+  add_device_option(*command, args->device);
   command->add_flag("--all", args->all, "Show every check, not only the one nearest to its limit for each op");
   command->add_flag("--json", args->json, "Print every check as JSON");
   command->callback([args] { run(*args); });

@@ -4,8 +4,10 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "cli/overrides.h"
 #include "core/log.h"
@@ -20,6 +22,7 @@ using train::RunResult;
 struct Args {
   std::string run_file;
   Overrides overrides;
+  std::optional<Device> device;  // --device: short for --run.device
   bool json = false;
 };
 
@@ -95,8 +98,10 @@ void print_result(const Args& args, const train::RunConfig& config, const RunRes
 }
 
 void run(const Args& args) {
-  const train::RunConfig config =
-      train::load_run_config(args.run_file, [&](config::Options& o) { args.overrides.apply(o); });
+  const train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
+    args.overrides.apply(o);
+    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
+  });
   train::Trainer trainer(config);
   const RunResult result = trainer.run(report);
   clear_progress();
@@ -110,6 +115,7 @@ void add_train(CLI::App& app) {
   CLI::App* command = app.add_subcommand("train", "Train a model; resumes by itself from the newest good checkpoint");
   command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
   command->add_flag("--json", args->json, "Print the result as JSON");
+  add_device_option(*command, [args](Device device) { args->device = device; });
   train::RunConfig defaults;
   config::Options options;
   defaults.bind(options);

@@ -18,11 +18,13 @@ enum class Device : uint8_t { cpu, dry, cuda };
 enum class Pass : uint8_t { forward, backward };
 enum class Product : uint8_t { f32, bf16 };  // operands of large matrix products; accumulation is float32 in both
 
+using Flops = __int128;  // exact: attention over 10 million tokens of a large model passes 2^63
+
 // What one call costs. `gemm_flops` counts matrix products (2 per multiply-add) and is what MFU is made of;
 // `vector_flops` the rest, roughly. `bytes_moved` counts each operand once. Memory in bytes, after arena alignment.
 struct Costs {
-  int64_t gemm_flops = 0;
-  int64_t vector_flops = 0;
+  Flops gemm_flops = 0;
+  Flops vector_flops = 0;
   int64_t bytes_moved = 0;
   int64_t saved_bytes = 0;      // what forward leaves for backward, beyond inputs and outputs
   int64_t workspace_bytes = 0;  // taken from the arena during the call and given back at its end
@@ -59,6 +61,8 @@ struct Context {
   bool dry() const { return device == Device::dry; }
   // cpu or cuda: whose workspace and saved tensors are taken.
   Device back_end() const { return dry() ? dry_for : device; }
+  // bf16 on CUDA, float32 on the CPU (proofs in float64 make their own tensors).
+  DType activations() const { return back_end() == Device::cuda ? DType::bf16 : DType::f32; }
   GpuStream stream() const { return gpu::stream(); }
 };
 

@@ -42,7 +42,12 @@ void wait_quietly() noexcept;  // the same where throwing is not possible; the e
 void* allocate(int64_t bytes);  // UserError where the GPU has not that much left
 void release(void*) noexcept;
 void fill_bytes(void* data, int byte, int64_t bytes);
-void copy(const void* from, Memory from_memory, void* to, Memory to_memory, int64_t bytes);  // has arrived on return
+struct Rows {
+  int64_t count, bytes;            // of one row
+  int64_t from_stride, to_stride;  // bytes from row to row; not looked at for one row
+};
+// See tessera::copy() in view.h.
+void copy(const void* from, Memory from_memory, void* to, Memory to_memory, const Rows&);
 
 void begin_range(const char* name) noexcept;  // NVTX, for profilers
 void end_range() noexcept;

@@ -25,7 +25,7 @@ void* allocate(int64_t) {
 }
 void release(void*) noexcept {}
 void fill_bytes(void*, int, int64_t) {}
-void copy(const void*, Memory, void*, Memory, int64_t) {}
+void copy(const void*, Memory, void*, Memory, const Rows&) {}
 void begin_range(const char*) noexcept {}
 void end_range() noexcept {}
 

@@ -91,14 +91,18 @@ void View::zero() const {
 }
 
 void copy(const View& from, const View& to) {
-  TESSERA_CHECK(from.dtype() == to.dtype() && from.shape() == to.shape() && from.contiguous() && to.contiguous(),
-                "copy of {} {} to {} {}", name_of(from.dtype()), from.shape().to_string(), name_of(to.dtype()),
-                to.shape().to_string());
+  TESSERA_CHECK(from.dtype() == to.dtype() && from.shape() == to.shape(), "copy of {} {} to {} {}",
+                name_of(from.dtype()), from.shape().to_string(), name_of(to.dtype()), to.shape().to_string());
   if (from.data() == nullptr || to.data() == nullptr || from.bytes() == 0) return;
-  if (from.memory() == Memory::host && to.memory() == Memory::host) {
-    std::memcpy(to.data(), from.data(), static_cast<size_t>(from.bytes()));
-  } else {
-    gpu::copy(from.data(), from.memory(), to.data(), to.memory(), from.bytes());
+  const bool whole = from.contiguous() && to.contiguous();
+  const int64_t element = bytes_of(from.dtype()), rows = whole ? 1 : from.rows();
+  const gpu::Rows r{rows, from.bytes() / rows, from.row_stride() * element, to.row_stride() * element};
+  if (from.memory() == Memory::gpu || to.memory() == Memory::gpu) {
+    return gpu::copy(from.data(), from.memory(), to.data(), to.memory(), r);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    std::memcpy(static_cast<std::byte*>(to.data()) + i * r.to_stride,
+                static_cast<const std::byte*>(from.data()) + i * r.from_stride, static_cast<size_t>(r.bytes));
   }
 }
 

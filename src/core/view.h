@@ -89,7 +89,8 @@ class View {
   int64_t row_stride_ = 0;
 };
 
-// Same type and shape, either memory. Between memories it returns when the bytes have arrived (gpu::wait included).
+// Same type and shape, any row strides, either memory. To or from the host it returns when the bytes have arrived;
+// inside the GPU it takes its turn in the stream.
 void copy(const View& from, const View& to);
 
 // Checks type and shape of an argument once, at the public function of an op. `what` names the argument.

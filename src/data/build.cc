@@ -8,11 +8,11 @@
 #include <unordered_set>
 
 #include "core/error.h"
+#include "core/file.h"
 #include "core/hash.h"
 #include "core/parallel.h"
 #include "data/build_output.h"
 #include "data/build_record.h"
-#include "data/file.h"
 #include "data/store_writer.h"
 
 namespace tessera::data {

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "core/file.h"
 #include "core/hash.h"
-#include "data/file.h"
 #include "data/store_format.h"
 
 namespace tessera::data {

@@ -5,8 +5,8 @@
 
 #include <csignal>
 
+#include "core/file.h"
 #include "core/parallel.h"
-#include "data/file.h"
 #include "data/sentencepiece.h"
 #include "data/test_support.h"
 
@@ -206,7 +206,7 @@ TEST_F(BuildTest, FailedWritingLeavesNothing) {
   const std::string message = user_error([&] { build_store(options); });
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &old), 0);
   std::signal(SIGXFSZ, old_handler);
-  EXPECT_CONTAINS(message, "cannot be written");
+  EXPECT_CONTAINS(message, "file too large: cannot write");
   EXPECT_CONTAINS(message, "tokens-000.bin");
   EXPECT_EQ(names_in_root(), std::vector<std::string>{"in"});
 }

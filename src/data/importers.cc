@@ -6,7 +6,8 @@
 #include <optional>
 
 #include "core/error.h"
-#include "data/file.h"
+#include "core/file.h"
+#include "core/hash.h"
 #include "data/html.h"
 #include "data/include_order.h"
 #include "data/jsonl.h"
@@ -59,7 +60,7 @@ std::optional<std::string> read_text(const std::string& path, const std::string&
   std::string raw;
   try {
     raw = read_file(path);
-  } catch (const UserError&) {
+  } catch (const Error&) {  // a failing disk, too: one file less is no reason to stop
     if (named) throw;
     summary.drop("unreadable", name);
     return std::nullopt;

@@ -4,7 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "data/file.h"
+#include "core/file.h"
+#include "core/hash.h"
 
 namespace tessera::data {
 namespace {
@@ -37,7 +38,7 @@ void import_line(const Unit& unit, std::string_view line, int64_t offset, Import
 
 std::vector<std::pair<int64_t, int64_t>> line_ranges(const std::string& path, int64_t target_bytes) {
   const MappedFile file(path);
-  const std::string_view text = file.bytes();
+  const std::string_view text = file.text();
   std::vector<std::pair<int64_t, int64_t>> ranges;
   size_t begin = 0;
   while (begin < text.size()) {
@@ -53,7 +54,7 @@ std::vector<std::pair<int64_t, int64_t>> line_ranges(const std::string& path, in
 void import_jsonl(const Unit& unit, Imported& out) {
   const MappedFile file(unit.path);
   TESSERA_CHECK(unit.begin + unit.bytes <= file.size(), "{} became shorter while it was read", unit.path);
-  const std::string_view text = file.bytes().substr(static_cast<size_t>(unit.begin), static_cast<size_t>(unit.bytes));
+  const std::string_view text = file.text().substr(static_cast<size_t>(unit.begin), static_cast<size_t>(unit.bytes));
   size_t at = 0;
   while (at < text.size()) {
     const size_t end = std::min(text.find('\n', at), text.size());

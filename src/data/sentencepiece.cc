@@ -14,8 +14,8 @@
 #include <unordered_map>
 
 #include "core/error.h"
+#include "core/file.h"
 #include "core/hash.h"
-#include "data/file.h"
 #include "data/utf8.h"
 
 namespace tessera::data {

@@ -44,7 +44,7 @@ Store::Store(const std::string& directory)
   }
   index_ = open_checked(directory, meta_.files[token_files]);
   vocab_ = open_checked(directory, meta_.files[token_files + 1]);
-  records_ = parse_index(index_.bytes(), index_.path());
+  records_ = parse_index(index_.text(), index_.path());
   if (static_cast<int64_t>(records_.size()) != meta_.documents) {
     fail_user("{}: {} documents, meta.json says {}; the store is damaged: build it again", index_.path(),
               records_.size(), meta_.documents);
@@ -53,7 +53,7 @@ Store::Store(const std::string& directory)
     fail_user("{}: {} bytes for a vocabulary of {}; the store is damaged: build it again", vocab_.path(), vocab_.size(),
               meta_.vocab_size);
   }
-  vocab_bytes_ = {reinterpret_cast<const uint16_t*>(vocab_.data()), static_cast<size_t>(meta_.vocab_size)};
+  vocab_bytes_ = {reinterpret_cast<const uint16_t*>(vocab_.bytes().data()), static_cast<size_t>(meta_.vocab_size)};
 }
 
 const Store::Shard& Store::shard_of(const DocRecord& record, int64_t doc) const {
@@ -74,7 +74,7 @@ void Store::read(int64_t doc, int64_t begin, std::span<int32_t> ids) const {
   TESSERA_CHECK(begin >= 0 && begin + count <= record.tokens, "tokens {} + {} of a document of {}", begin, count,
                 record.tokens);
   const Shard& shard = shard_of(record, doc);
-  const std::byte* from = shard.file.data() + (record.token_begin - shard.begin + begin) * meta_.token_bytes;
+  const std::byte* from = shard.file.bytes().data() + (record.token_begin - shard.begin + begin) * meta_.token_bytes;
   const uint32_t largest = meta_.token_bytes == 2 ? copy_ids<uint16_t>(from, ids) : copy_ids<uint32_t>(from, ids);
   if (count > 0 && largest >= static_cast<uint64_t>(meta_.vocab_size)) {
     fail_user("{}: token id {} in document {}, outside the vocabulary of {}; the store is damaged: build it again",
@@ -93,7 +93,7 @@ std::vector<std::string> Store::verify() const {
   parallel_items(static_cast<int64_t>(meta_.files.size()), [&](int64_t i) {
     const StoreFile& expected = meta_.files[static_cast<size_t>(i)];
     const MappedFile file = open_checked(directory_, expected);
-    const std::string found = hash_hex(file.bytes());
+    const std::string found = hash_hex(file.text());
     if (found != expected.hash) {
       faults[static_cast<size_t>(i)] = fmt::format("{}: hash {}, meta.json says {}", file.path(), found, expected.hash);
     }

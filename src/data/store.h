@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "data/file.h"
+#include "core/file.h"
 #include "data/store_format.h"
 
 namespace tessera::data {

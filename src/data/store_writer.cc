@@ -1,7 +1,5 @@
 #include "data/store_writer.h"
 
-#include <filesystem>
-
 #include "core/error.h"
 
 namespace tessera::data {
@@ -16,9 +14,7 @@ std::string_view bytes_of_range(std::span<const T> values) {
 
 StoreWriter::StoreWriter(const std::string& directory, const Tokenizer& tokenizer, int64_t shard_bytes)
     : directory_(directory), shard_bytes_(shard_bytes) {
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  if (error) fail_user("{}: cannot be made ({}); choose another place for the output", directory, error.message());
+  make_directory(directory);
   meta_.tokenizer_name = tokenizer.name();
   meta_.tokenizer_fingerprint = tokenizer.fingerprint();
   meta_.vocab_size = tokenizer.vocab_size();
@@ -32,7 +28,7 @@ StoreWriter::StoreWriter(const std::string& directory, const Tokenizer& tokenize
 void StoreWriter::add(std::span<const int32_t> tokens, const Hash128& hash, int64_t text_bytes, uint32_t group) {
   TESSERA_CHECK(!tokens.empty() && tokens.back() == meta_.eos_id, "a document must end with EOS");
   const int64_t count = static_cast<int64_t>(tokens.size());
-  if (shard_ && shard_->size() + count * meta_.token_bytes > shard_bytes_) close_shard();
+  if (shard_ && shard_->file.size() + count * meta_.token_bytes > shard_bytes_) close_shard();
   if (!shard_) shard_.emplace(directory_ + "/" + token_file_name(static_cast<int64_t>(meta_.files.size())));
   write_tokens(tokens);
   records_.push_back({meta_.tokens, count, hash.low, hash.high, text_bytes, 0, group});
@@ -48,9 +44,9 @@ void StoreWriter::write_tokens(std::span<const int32_t> tokens) {
   shard_->write(bytes_of_range(std::span<const uint16_t>(narrow_)));
 }
 
-void StoreWriter::close_file(FileWriter& file, const std::string& name) {
-  file.close();
-  meta_.files.push_back({name, file.size(), file.hash().hex()});
+void StoreWriter::close_file(HashedFile& hashed, const std::string& name) {
+  hashed.file.close();
+  meta_.files.push_back({name, hashed.file.size(), hashed.hasher.digest().hex()});
 }
 
 void StoreWriter::close_shard() {
@@ -59,7 +55,7 @@ void StoreWriter::close_shard() {
 }
 
 void StoreWriter::write_index() {
-  FileWriter file(directory_ + "/docs.idx");
+  HashedFile file(directory_ + "/docs.idx");
   IndexHeader header;
   header.record_bytes = sizeof(DocRecord);
   header.documents = records_.size();
@@ -71,13 +67,11 @@ void StoreWriter::write_index() {
 StoreMeta StoreWriter::finish() {
   if (shard_) close_shard();
   write_index();
-  FileWriter vocab(directory_ + "/vocab-bytes.bin");
+  HashedFile vocab(directory_ + "/vocab-bytes.bin");
   vocab.write(bytes_of_range(std::span<const uint16_t>(vocab_bytes_)));
   close_file(vocab, "vocab-bytes.bin");
   meta_.fingerprint = fingerprint_of(meta_);
-  FileWriter meta(directory_ + "/meta.json");
-  meta.write(write_meta(meta_));
-  meta.close();
+  write_file_synced(directory_ + "/meta.json", write_meta(meta_));
   return meta_;
 }
 

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "data/file.h"
+#include "core/file.h"
+#include "core/hash.h"
 #include "data/store_format.h"
 #include "data/tokenizer.h"
 
@@ -25,8 +26,18 @@ class StoreWriter {
   const StoreMeta& meta() const { return meta_; }
 
  private:
+  // A file of the store, hashed as it is written.
+  struct HashedFile {
+    explicit HashedFile(const std::string& path) : file(path) {}
+    void write(std::string_view bytes) {
+      hasher.add(bytes);
+      file.write(bytes);
+    }
+    FileWriter file;
+    Hasher hasher;
+  };
   void close_shard();
-  void close_file(FileWriter& file, const std::string& name);
+  void close_file(HashedFile& hashed, const std::string& name);
   void write_tokens(std::span<const int32_t> tokens);
   void write_index();
 
@@ -35,7 +46,7 @@ class StoreWriter {
   StoreMeta meta_;
   std::vector<uint16_t> vocab_bytes_;
   std::vector<DocRecord> records_;
-  std::optional<FileWriter> shard_;
+  std::optional<HashedFile> shard_;
   std::vector<uint16_t> narrow_;
 };
 

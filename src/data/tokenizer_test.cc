@@ -1,7 +1,7 @@
 #include "data/tokenizer.h"
 
+#include "core/file.h"
 #include "core/philox.h"
-#include "data/file.h"
 #include "data/sentencepiece.h"
 #include "data/test_support.h"
 #include "data/utf8.h"

@@ -14,7 +14,9 @@ namespace tessera::infer {
 class Decoder {
  public:
   // `capacity`: prompt and generated tokens together; latent caches are sized for it.
-  Decoder(const model::Model& model, const model::Weights& weights, int64_t capacity, Product product);
+  // `device`: where the weights lie.
+  Decoder(const model::Model& model, const model::Weights& weights, int64_t capacity, Product product,
+          Device device = Device::cpu);
 
   // Appends tokens and returns the logits (vocabulary) that predict the one after the last. The first call may bring
   // any number of tokens, the later ones one each. Token ids outside the vocabulary: UserError.
@@ -25,11 +27,12 @@ class Decoder {
   int64_t cache_bytes() const { return cache_bytes_; }  // recurrent states, windows and latents
 
  private:
-  static int64_t plan_bytes(const model::Model&, DType, int64_t capacity, Product);
+  static int64_t plan_bytes(const model::Model&, DType, int64_t capacity, Product, Device);
   const model::Model& model_;
   const model::Weights& weights_;
   int64_t capacity_;
   Product product_;
+  Device device_;
   Arena arena_;
   model::Caches caches_;
   std::vector<float> logits_;

@@ -60,11 +60,11 @@ ModelCosts model_costs(const Model& model, int64_t context_tokens) {
 
   const std::array<int64_t, 2> one_document{0, context_tokens};
   const DryStep step = dry_step(model, {one_document}, DType::f32, Product::f32, false);
-  const int64_t total = step.ledger.total().gemm_flops;
-  const int64_t forward = dry_forward(model, {one_document}).total().gemm_flops;
+  const Flops total = step.ledger.total().gemm_flops;
+  const Flops forward = dry_forward(model, {one_document}).total().gemm_flops;
   costs.context_tokens = context_tokens;
-  costs.forward_flops_per_token = forward / context_tokens;
-  costs.step_flops_per_token = total / context_tokens;
+  costs.forward_flops_per_token = static_cast<int64_t>(forward / context_tokens);
+  costs.step_flops_per_token = static_cast<int64_t>(total / context_tokens);
   costs.activation_bytes = step.peak_bytes;
   return costs;
 }

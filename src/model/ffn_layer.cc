@@ -60,7 +60,11 @@ ops::experts::Inputs expert_inputs(const LayerContext& lc, const MoeParams& p, c
 }
 
 // The router's products keep float32 operands whatever the run's product type: selection compares the third decimal.
-Context float32_products(const LayerContext& lc) { return {lc.ctx.device, lc.ctx.arena, lc.ctx.ledger, Product::f32}; }
+Context float32_products(const LayerContext& lc) {
+  Context f32 = lc.ctx;
+  f32.product = Product::f32;
+  return f32;
+}
 
 }  // namespace
 
@@ -69,9 +73,9 @@ Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
   const Shape latent{lc.tokens, lc.config.expert_width()};
   Saved s;
   s.routing.experts = lc.ctx.arena.allocate(DType::i32, {lc.tokens, m.top_k});
-  s.routing.weights = lc.allocate({lc.tokens, m.top_k});
-  s.routing.scores = lc.allocate({lc.tokens, m.top_k});
-  s.routing.cutoff = lc.allocate({lc.tokens});
+  s.routing.weights = lc.allocate_exact({lc.tokens, m.top_k});
+  s.routing.scores = lc.allocate_exact({lc.tokens, m.top_k});
+  s.routing.cutoff = lc.allocate_exact({lc.tokens});
   s.routing.invalid = lc.ctx.arena.allocate_zeroed(DType::i64, {1});
   s.experts = ops::experts::allocate_saved(lc.ctx, expert_dims(lc), lc.dtype);
   if (m.latent > 0) {
@@ -92,7 +96,7 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   {
     Arena::Scope scope(lc.ctx.arena);
     Context f32 = float32_products(lc);
-    const View logits = lc.allocate({lc.tokens, m.experts});
+    const View logits = lc.allocate_exact({lc.tokens, m.experts});
     ops::linear::forward(f32, linear_dims(lc, p.router), {x, lc.weights[p.router]}, {logits});
     const ops::router::Inputs in{logits, lc.weights[p.bias]};
     ops::router::forward(lc.ctx, router_dims(lc), in, s.routing);
@@ -122,7 +126,7 @@ void backward(const LayerContext& lc, const MoeParams& p, const View& x, const S
   const auto& m = lc.config.moe;
   Arena::Scope scope(lc.ctx.arena);
   const View dz = lc.allocate({lc.tokens, lc.config.expert_width()});
-  const View dweights = lc.allocate({lc.tokens, m.top_k}), dlogits = lc.allocate({lc.tokens, m.experts});
+  const View dweights = lc.allocate_exact({lc.tokens, m.top_k}), dlogits = lc.allocate_exact({lc.tokens, m.experts});
   View du = dy;
   if (m.latent > 0) {
     du = lc.allocate({lc.tokens, lc.config.expert_width()});

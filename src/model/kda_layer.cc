@@ -67,7 +67,7 @@ Cache allocate_cache(Arena& arena, const ModelConfig& c, int64_t sequences, DTyp
   const Shape window{sequences, k.conv_width - 1, k.heads * k.head_dim};
   return {arena.allocate_zeroed(dtype, window), arena.allocate_zeroed(dtype, window),
           arena.allocate_zeroed(dtype, window),
-          arena.allocate_zeroed(dtype, {sequences, k.heads, k.head_dim, k.head_dim})};
+          arena.allocate_zeroed(exact_type(dtype), {sequences, k.heads, k.head_dim, k.head_dim})};
 }
 
 Saved allocate_saved(const LayerContext& lc, bool training) {

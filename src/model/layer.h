@@ -19,6 +19,7 @@ struct LayerContext {
   DType dtype;
 
   View allocate(Shape shape) const { return ctx.arena.allocate(dtype, shape); }
+  View allocate_exact(Shape shape) const { return ctx.arena.allocate(exact_type(dtype), shape); }
 };
 
 inline ops::linear::Dims linear_dims(const LayerContext& lc, ParamId weight) {

@@ -44,17 +44,9 @@ void append(const LayerContext& lc, const Saved& s, Cache& cache) {
     const int64_t added = lc.documents.length(n);
     TESSERA_CHECK(length + added <= latent.rows(), "latent cache of {} rows, {} used, {} more", latent.rows(), length,
                   added);
-    if (!lc.ctx.dry()) {
-      dispatch_real(lc.dtype, [&](auto real) {
-        using Real = decltype(real);
-        for (int64_t i = 0; i < added; ++i) {
-          const int64_t t = lc.documents.begin(n) + i;
-          Real* row = latent.as<Real>() + (length + i) * (rank + shared);
-          std::copy_n(s.c.as<Real>() + t * rank, rank, row);
-          std::copy_n(s.kv_in.as<Real>() + t * (rank + shared) + rank, shared, row + rank);
-        }
-      });
-    }
+    const View rows = latent.row_range(length, added);
+    copy(s.c.row_range(lc.documents.begin(n), added), rows.column_range(0, rank));
+    copy(shared_key(lc, s.kv_in).row_range(lc.documents.begin(n), added), rows.column_range(rank, shared));
     length += added;
   }
 }

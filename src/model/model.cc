@@ -57,7 +57,7 @@ StepRecord Model::allocate_record(Arena& arena, DType dtype, const ops::router::
     record.counters.push_back(ops::router::allocate_counters(arena, config_.moe.experts, balance));
   }
   for (int64_t l = 0; want_max_logit && l < mla_layers(); ++l) {
-    record.max_logit.push_back(arena.allocate_zeroed(dtype, {config_.mla.heads}));
+    record.max_logit.push_back(arena.allocate_zeroed(exact_type(dtype), {config_.mla.heads}));
   }
   return record;
 }

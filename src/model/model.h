@@ -18,7 +18,7 @@
 namespace tessera::model {
 
 struct Batch {
-  View ids;      // (T) i32
+  View ids;      // (T) i32, in the memory of the device, as everything here
   View targets;  // (T) i32; -1: no loss
   Documents documents;
 };

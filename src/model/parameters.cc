@@ -39,6 +39,7 @@ class TableBuilder {
     const char* component = nullptr;  // null: that of the part being built
     double active_share = 1;
     double std = 0;  // 0: the model's init_std
+    bool exact = false;
   };
 
   ParamId add(const std::string& name, Shape shape, Traits traits) {
@@ -53,6 +54,7 @@ class TableBuilder {
     p.layer = layer_;
     p.component = traits.component != nullptr ? traits.component : component_;
     p.active_share = traits.active_share;
+    p.exact = traits.exact || traits.group == Group::vector || traits.group == Group::buffer;
     t_.parameters_.push_back(p);
     return t_.size() - 1;
   }
@@ -151,7 +153,11 @@ class TableBuilder {
     const std::string prefix = "block_sparse_moe.";
     MoeParams p{};
     p.router = add(in_layer(prefix + "gate.weight"), {m.experts, c_.width},
-                   {.group = Group::embedding, .blocks = m.experts, .component = "router", .std = m.router_init_std});
+                   {.group = Group::embedding,
+                    .blocks = m.experts,
+                    .component = "router",
+                    .std = m.router_init_std,
+                    .exact = true});
     p.bias = add(in_layer(prefix + "gate.e_score_correction_bias"), {m.experts},
                  {.init = Init::zeros, .group = Group::buffer, .component = "router"});
     component_ = "latent projections";
@@ -194,12 +200,33 @@ int64_t ParameterTable::active() const {
 
 Weights allocate_weights(Arena& arena, const ParameterTable& table, DType dtype, bool with_gradients) {
   Weights w;
-  for (const Parameter& p : table.all()) w.value.push_back(arena.allocate(dtype, p.shape));
+  const DType exact = exact_type(dtype);
+  for (const Parameter& p : table.all()) w.value.push_back(arena.allocate(p.exact ? exact : dtype, p.shape));
+  w.master = w.value;
   if (!with_gradients) return w;
   for (const Parameter& p : table.all()) {
-    w.gradient.push_back(p.group == Group::buffer ? View() : arena.allocate_zeroed(dtype, p.shape));
+    w.gradient.push_back(p.group == Group::buffer ? View() : arena.allocate_zeroed(exact, p.shape));
+  }
+  for (View& master : w.master) {
+    if (master.dtype() != exact) master = arena.allocate(exact, master.shape());
   }
   return w;
+}
+
+static void round_to(const View& host, const View& to) {
+  std::vector<bf16> rounded(static_cast<size_t>(host.elements()));
+  const float* from = host.as<float>();
+  parallel_ranges(host.elements(), 1 << 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) rounded[static_cast<size_t>(i)] = bf16(from[i]);
+  });
+  copy(View(rounded.data(), DType::bf16, host.shape()), to);
+}
+
+void assign(const std::vector<View>& host, const Weights& to) {
+  for (size_t id = 0; id < host.size(); ++id) {
+    if (to.master[id].dtype() == DType::f32) copy(host[id], to.master[id]);
+    if (to.value[id].dtype() == DType::bf16) round_to(host[id], to.value[id]);
+  }
 }
 
 void zero_gradients(const Weights& w) {

@@ -35,6 +35,7 @@ struct Parameter {
   int64_t stack = 0;           // E where the tensor stands for E published ones, else 0
   int64_t layer = -1;          // 0-based; -1: outside the layers
   const char* component = "";  // row of `plan model`
+  bool exact = false;          // kept in float32 beside bf16 activations: vectors, buffers and the router
   double active_share = 1;     // share a token uses: k / E for routed experts, 0 for the embedding (a look-up)
 
   int64_t elements() const { return shape.elements(); }
@@ -93,16 +94,21 @@ class ParameterTable {
   std::vector<LayerParams> layers_;
 };
 
-// Storage for every parameter, and for its gradient when training; indexed by ParamId.
+// Storage for every parameter, indexed by ParamId: the value that ops read and, when training, its gradient and the
+// master value that the optimizer updates and checkpoints hold. Beside bf16 activations matrices are bf16 copies of a
+// float32 master; everything else is its own master, and so is every parameter in inference.
 struct Weights {
-  std::vector<View> value, gradient;
+  std::vector<View> value, gradient, master;
 
   const View& operator[](ParamId id) const { return value[static_cast<size_t>(id)]; }
   const View& d(ParamId id) const { return gradient[static_cast<size_t>(id)]; }
 };
 
-Weights allocate_weights(Arena&, const ParameterTable&, DType, bool with_gradients);
+// `activations`: the type of the activations beside them.
+Weights allocate_weights(Arena&, const ParameterTable&, DType activations, bool with_gradients);
 void zero_gradients(const Weights&);
+// From values on the host in float32 to masters and copies in either memory.
+void assign(const std::vector<View>& host, const Weights& to);
 void initialise(const ModelConfig&, const ParameterTable&, const Weights&, uint64_t seed);
 
 // Every published tensor of the table, stacked experts one by one: what checkpoints hold.

@@ -26,7 +26,7 @@ const std::vector<const check::OpTable*>& op_tables() {
   return tables;
 }
 
-std::vector<check::Result> run(const std::string& only,
+std::vector<check::Result> run(const std::string& only, Device device,
                                const std::function<void(const std::vector<check::Result>&)>& report) {
   std::vector<check::Result> all;
   const auto add = [&](std::vector<check::Result> part) {
@@ -36,10 +36,13 @@ std::vector<check::Result> run(const std::string& only,
   std::string known;
   for (const check::OpTable* table : op_tables()) {
     known += table->op + ", ";
-    if (only.empty() || only == table->op) add(check::check_all(*table));
+    if (!only.empty() && only != table->op) continue;
+    add(device == Device::cuda ? check::check_all_cuda(*table) : check::check_all(*table));
   }
   if (only.empty() || only == "model") {
-    for (const model::ModelConfig& config : tiny_models()) add(check_model(config));
+    for (const model::ModelConfig& config : tiny_models()) {
+      add(device == Device::cuda ? check_model_cuda(config) : check_model(config));
+    }
   }
   if (all.empty()) fail_user("no op named '{}' to check; known: {}model", only, known);
   return all;

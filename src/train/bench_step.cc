@@ -25,6 +25,7 @@ RunConfig run_config(const StepBenchOptions& o) {
   run.train.tokens_per_step = run.train.micro_tokens = std::max(o.context, o.tokens / o.context * o.context);
   run.train.product = o.product;
   run.train.recompute_all = o.recompute_all;
+  run.device = o.device;
   return run;
 }
 
@@ -34,31 +35,31 @@ std::vector<int64_t> sequence_offsets(const RunConfig& run) {
   return offsets;
 }
 
-void one_step(Context& ctx, Stepper& stepper, const std::vector<int64_t>& offsets, int64_t step) {
-  const int64_t tokens = offsets.back();
-  stepper.accumulate(ctx, {stepper.ids(tokens), stepper.targets(tokens), {offsets}}, tokens);
+// `ids`: one more than tokens, each the target of the one before; null on dry.
+void one_step(Context& ctx, Stepper& stepper, const int32_t* ids, const std::vector<int64_t>& offsets, int64_t step) {
+  stepper.accumulate(ctx, stepper.place(ctx, ids, ids == nullptr ? nullptr : ids + 1, offsets), offsets.back());
   stepper.finish(ctx, 1e-3, step);
 }
 
-void fill_tokens(const Stepper& stepper, int64_t tokens, int64_t vocabulary) {
+std::vector<int32_t> random_tokens(int64_t tokens, int64_t vocabulary) {
   const Philox random(1, Purpose::test);
-  for (int64_t t = 0; t < tokens; ++t) {
-    stepper.ids(tokens).as<int32_t>()[t] = static_cast<int32_t>(random.bits(uint64_t(t)) % uint64_t(vocabulary));
-    stepper.targets(tokens).as<int32_t>()[t] =
-        static_cast<int32_t>(random.bits(uint64_t(t + 1)) % uint64_t(vocabulary));
-  }
+  std::vector<int32_t> ids(static_cast<size_t>(tokens));
+  for (size_t t = 0; t < ids.size(); ++t) ids[t] = static_cast<int32_t>(random.bits(t) % uint64_t(vocabulary));
+  return ids;
 }
 
-void add_profile(const Ledger& ledger, int64_t steps, StepBench& b) {
+void add_profile(const Ledger& ledger, StepBench& b) {
   std::map<std::string, StepBench::Row> rows;
   for (const auto& [key, entry] : ledger.entries()) {
     StepBench::Row& row = rows[key.first];
     row.op = key.first;
-    row.seconds += entry.seconds / double(steps);
-    row.gemm_flops += double(entry.costs.gemm_flops) / double(steps);
+    row.seconds += entry.seconds;
+    row.gemm_flops += double(entry.costs.gemm_flops);
   }
+  double all = 0;
+  for (const auto& [op, row] : rows) all += row.seconds;
   for (auto& [op, row] : rows) {
-    row.share = row.seconds / b.step_s;
+    row.share = row.seconds / all;
     row.gemm_flops = row.seconds > 0 ? row.gemm_flops / row.seconds : 0;
     b.by_op.push_back(row);
   }
@@ -79,28 +80,32 @@ StepBench bench_step(const StepBenchOptions& o) {
 
   Ledger planned;
   Arena dry = Arena::dry();
-  Context dry_ctx{Device::dry, dry, &planned, o.product};
+  Context dry_ctx{Device::dry, dry, &planned, o.product, o.device};
   Stepper dry_stepper(dry_ctx, model, run);
-  one_step(dry_ctx, dry_stepper, offsets, 0);
+  one_step(dry_ctx, dry_stepper, nullptr, offsets, 0);
 
-  Arena arena(dry.peak());
+  const bool cuda = o.device == Device::cuda;
+  Arena arena(dry.peak(), cuda ? Memory::gpu : Memory::host);
   Ledger ledger;
-  Context ctx{Device::cpu, arena, &ledger, o.product};
+  Context ctx{o.device, arena, nullptr, o.product};
   Stepper stepper(ctx, model, run);
-  model::initialise(config, model.table(), stepper.weights(), 1);
-  fill_tokens(stepper, run.train.micro_tokens, config.vocabulary);
-  one_step(ctx, stepper, offsets, 0);
+  stepper.initialise(1);
+  const std::vector<int32_t> ids = random_tokens(run.train.micro_tokens + 1, config.vocabulary);
+  one_step(ctx, stepper, ids.data(), offsets, 0);
+  if (cuda) gpu::wait();
   b.first_step_s = seconds_since(begin);
 
-  ledger.clear();
   std::vector<double> seconds;
   for (int64_t s = 0; s < o.steps; ++s) {
     const auto step_begin = Clock::now();
-    one_step(ctx, stepper, offsets, s + 1);
+    one_step(ctx, stepper, ids.data(), offsets, s + 1);
+    if (cuda) gpu::wait();
     seconds.push_back(seconds_since(step_begin));
   }
   std::ranges::nth_element(seconds, seconds.begin() + o.steps / 2);
   b.step_s = seconds[static_cast<size_t>(o.steps / 2)];
+  ctx.ledger = &ledger;  // one more step for the profile: on a GPU it waits for every op
+  one_step(ctx, stepper, ids.data(), offsets, o.steps + 1);
 
   double flops = 0;
   for (const auto& [key, entry] : planned.entries()) {
@@ -119,7 +124,7 @@ StepBench bench_step(const StepBenchOptions& o) {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   b.process_peak_bytes = usage.ru_maxrss * 1024;
-  add_profile(ledger, o.steps, b);
+  add_profile(ledger, b);
   return b;
 }
 

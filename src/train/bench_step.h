@@ -33,6 +33,7 @@ struct StepBenchOptions {
   int64_t context = 2048, tokens = 8192;
   int64_t steps = 3;
   Product product = Product::f32;
+  Device device = Device::cpu;
   bool recompute_all = false;
   bool kda_only = false;  // every mixer is KDA: cost against length without the quadratic part
 };

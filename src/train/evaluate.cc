@@ -53,6 +53,10 @@ void add_losses(const data::Batch& batch, const float* loss, std::vector<BucketM
   report.bytes += batch.text_bytes;
 }
 
+View host_view(const std::vector<int32_t>& v) {
+  return View(const_cast<int32_t*>(v.data()), DType::i32, {static_cast<int64_t>(v.size())});
+}
+
 EvalReport::Routing audit(const model::Model& model, const std::vector<ops::router::Counters>& counters) {
   EvalReport::Routing routing;
   const model::ModelConfig& c = model.config();
@@ -60,7 +64,9 @@ EvalReport::Routing audit(const model::Model& model, const std::vector<ops::rout
   size_t index = 0;
   for (int64_t l = 0; l < c.layers && !counters.empty(); ++l) {
     if (!c.is_moe(l)) continue;
-    const int64_t* load = counters[index++].load.as<int64_t>();
+    std::vector<int64_t> loads(static_cast<size_t>(c.moe.experts));
+    copy(counters[index++].load, View(loads.data(), DType::i64, {c.moe.experts}));
+    const int64_t* load = loads.data();
     const double q = double(std::accumulate(load, load + c.moe.experts, int64_t{0})) / double(c.moe.experts);
     if (q == 0) continue;
     const auto [least, most] = std::minmax_element(load, load + c.moe.experts);
@@ -90,10 +96,12 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
     Arena::Scope one(ctx.arena);
     const View ids = ctx.arena.allocate(DType::i32, {tokens}), targets = ctx.arena.allocate(DType::i32, {tokens});
     const View loss = ctx.arena.allocate(DType::f32, {tokens});
-    std::ranges::copy(batch.ids, ids.as<int32_t>());
-    std::ranges::copy(batch.targets, targets.as<int32_t>());
-    model.evaluate(ctx, weights, {ids, targets, {batch.offsets}}, loss, &record);
-    add_losses(batch, loss.as<float>(), buckets, report);
+    copy(host_view(batch.ids), ids);
+    copy(host_view(batch.targets), targets);
+    model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, batch.offsets)}, loss, &record);
+    std::vector<float> losses(batch.ids.size());
+    copy(loss, View(losses.data(), DType::f32, loss.shape()));
+    add_losses(batch, losses.data(), buckets, report);
     if (progress) progress(b + 1, set.count());
   }
   if (report.tokens == 0) fail_user("no held-out text to evaluate; build the store with a larger validation share");
@@ -108,10 +116,10 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   return report;
 }
 
-int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product) {
+int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product, Device device) {
   Arena dry = Arena::dry();
-  Context ctx{Device::dry, dry, nullptr, product};
-  const model::Weights weights = model::allocate_weights(dry, model.table(), DType::f32, false);
+  Context ctx{Device::dry, dry, nullptr, product, device};
+  const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);
   const int64_t base = dry.used();
   model::StepRecord record = model.allocate_record(dry, DType::f32, {.method = ops::router::Balance::none}, false);
   const View ids = dry.allocate(DType::i32, {tokens}), targets = dry.allocate(DType::i32, {tokens});
@@ -119,7 +127,7 @@ int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product prod
   // The worst packing for the chunked scan: every document is one token.
   std::vector<int64_t> offsets(static_cast<size_t>(tokens) + 1);
   std::iota(offsets.begin(), offsets.end(), int64_t{0});
-  model.evaluate(ctx, weights, {ids, targets, {offsets}}, loss, &record);
+  model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, offsets)}, loss, &record);
   return dry.peak() - base;
 }
 

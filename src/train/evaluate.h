@@ -40,6 +40,6 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
                     const data::ValidationSet& set, const std::function<void(int64_t, int64_t)>& progress = {});
 
 // Arena bytes that evaluate() takes for batches of up to `tokens` tokens in `documents` documents.
-int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product);
+int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product, Device device);
 
 }  // namespace tessera::train

@@ -1,9 +1,7 @@
 #include "train/import_checkpoint.h"
 
 #include <algorithm>
-#include <fstream>
 #include <set>
-#include <sstream>
 
 #include "ckpt/checkpoint.h"
 #include "ckpt/collection.h"
@@ -13,13 +11,7 @@
 namespace tessera::train {
 namespace {
 
-std::string read_text(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) fail_user("{}: cannot be read; name the config.json of the model", path);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
+constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
 
 // A_log comes as (H), (1, 1, H, 1), or padded with zeros beyond H (K3): matched by element count.
 bool is_a_log(const std::string& name) { return name.ends_with(".A_log"); }
@@ -89,7 +81,7 @@ void load(const ckpt::Collection& files, const Match& m) {
 ImportReport import_checkpoint(const std::string& config_file, const std::string& weights_path,
                                const std::string& out) {
   ImportReport report;
-  report.config = model::import_hf_config(read_text(config_file), config_file);
+  report.config = model::import_hf_config(read_file(config_file, kMaxConfigBytes), config_file);
   const model::Model model(report.config, {});
   report.parameters = model.table().total();
   if (weights_path.empty()) return report;

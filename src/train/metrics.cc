@@ -8,7 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "ckpt/file.h"
+#include "core/file.h"
 
 namespace tessera::train {
 
@@ -88,7 +88,7 @@ MetricsLog::MetricsLog(const std::string& path, int64_t step) : path_(path) {
     fail_user("{}: cannot be cut back to step {} ({})", path, step, std::strerror(errno));
   }
   file_ = std::fopen(path.c_str(), "a");
-  if (file_ == nullptr) ckpt::fail_io("open", path, errno);
+  if (file_ == nullptr) fail_io("open", path, errno);
 }
 
 MetricsLog::~MetricsLog() {
@@ -98,7 +98,7 @@ MetricsLog::~MetricsLog() {
 void MetricsLog::write_line(const std::string& line) {
   const std::string with_end = line + "\n";
   if (std::fwrite(with_end.data(), 1, with_end.size(), file_) != with_end.size() || std::fflush(file_) != 0) {
-    ckpt::fail_io("write", path_, errno);
+    fail_io("write", path_, errno);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "ckpt/checkpoint.h"
 #include "core/log.h"
@@ -68,7 +69,7 @@ std::string find_checkpoint(const std::string& path) {
   fail_user("{}: none of {} checkpoints is valid; the newest: {}", path, skipped.size(), skipped.back().problem);
 }
 
-SavedModel load_saved_model(const std::string& path) {
+SavedModel load_saved_model(const std::string& path, Device device) {
   const std::string found = find_checkpoint(path);
   const ckpt::Reader reader(found);
   SavedState state = parse_saved_state(reader.manifest().state_json, found);
@@ -82,6 +83,15 @@ SavedModel load_saved_model(const std::string& path) {
   for (const auto& [name, view] : model::published_tensors(model.table(), weights.value))
     wanted.push_back({name, view});
   ckpt::load_all(reader, wanted, true);
+  if (device == Device::cuda) {
+    Arena plan = Arena::dry();
+    model::allocate_weights(plan, model.table(), DType::bf16, false);
+    Arena on_gpu(plan.peak(), Memory::gpu);
+    const model::Weights host =
+        std::exchange(weights, model::allocate_weights(on_gpu, model.table(), DType::bf16, false));
+    model::assign(host.value, weights);
+    return {found, std::move(state), std::move(model), std::move(on_gpu), std::move(weights)};
+  }
   return {found, std::move(state), std::move(model), std::move(arena), std::move(weights)};
 }
 

@@ -28,7 +28,7 @@ struct SavedModel {
   std::string path;  // of the checkpoint
   SavedState state;
   model::Model model;
-  Arena arena;  // holds the weights
+  Arena arena;  // holds the weights, in the memory of the device
   model::Weights weights;
 
   // Fails where the checkpoint names none (imported models).
@@ -37,6 +37,6 @@ struct SavedModel {
 
 // `path`: a checkpoint, a directory of checkpoints, or a run directory; of several the newest valid one.
 std::string find_checkpoint(const std::string& path);
-SavedModel load_saved_model(const std::string& path);
+SavedModel load_saved_model(const std::string& path, Device device = Device::cpu);
 
 }  // namespace tessera::train

@@ -1,5 +1,7 @@
 #include "train/step.h"
 
+#include <numeric>
+
 #include "optim/qk_clip.h"
 
 namespace tessera::train {
@@ -7,13 +9,14 @@ namespace tessera::train {
 Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
     : model_(model),
       run_(run),
-      weights_(model::allocate_weights(ctx.arena, model.table(), DType::f32, true)),
+      weights_(model::allocate_weights(ctx.arena, model.table(), ctx.activations(), true)),
       optimizer_(slots(run), run.optim.rules),
       record_(model.allocate_record(ctx.arena, DType::f32, run.balance, run.optim.qk_clip > 0)) {
   optimizer_.allocate_state(ctx);
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   targets_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   losses_ = ctx.arena.allocate(DType::f32, {run.train.micro_tokens});
+  if (ctx.back_end() == Device::cuda) offsets_ = ctx.arena.allocate(DType::i64, {run.train.micro_tokens + 1});
   static_bytes_ = ctx.arena.used();
 }
 
@@ -23,7 +26,7 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
     const model::Parameter& p = model_.table()[id];
     if (p.group == model::Group::buffer) continue;
     slots.push_back({.name = p.name,
-                     .value = weights_[id],
+                     .value = weights_.master[static_cast<size_t>(id)],
                      .gradient = weights_.d(id),
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
@@ -32,15 +35,43 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
   return slots;
 }
 
+void Stepper::initialise(uint64_t seed) {
+  if (weights_.master.front().memory() == Memory::host) {
+    return model::initialise(model_.config(), model_.table(), weights_, seed);
+  }
+  Arena plan = Arena::dry();
+  model::allocate_weights(plan, model_.table(), DType::f32, false);
+  Arena arena(plan.peak());
+  const model::Weights host = model::allocate_weights(arena, model_.table(), DType::f32, false);
+  model::initialise(model_.config(), model_.table(), host, seed);
+  model::assign(host.value, weights_);
+}
+
+static void upload(const void* host, DType dtype, const View& to) {
+  if (host != nullptr) copy(View(const_cast<void*>(host), dtype, to.shape()), to);
+}
+
+model::Batch Stepper::place(Context& ctx, const int32_t* ids, const int32_t* targets,
+                            std::span<const int64_t> offsets) const {
+  const int64_t tokens = offsets.back();
+  const model::Batch batch{ids_.row_range(0, tokens), targets_.row_range(0, tokens), {offsets}};
+  upload(ids, DType::i32, batch.ids);
+  upload(targets, DType::i32, batch.targets);
+  if (ctx.device != Device::cuda) return batch;
+  const View on_gpu = offsets_.row_range(0, static_cast<int64_t>(offsets.size()));
+  upload(offsets.data(), DType::i64, on_gpu);
+  return {batch.ids, batch.targets, {offsets, on_gpu.gpu<int64_t>()}};
+}
+
 double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens) {
   const int64_t tokens = batch.ids.elements();
   if (tokens == 0) return 0;
-  const View loss = losses(tokens);
+  const View loss = losses_.row_range(0, tokens);
   model_.forward_backward(ctx, weights_, batch, loss_tokens > 0 ? 1.0 / double(loss_tokens) : 0.0, loss, &record_);
   if (ctx.dry()) return 0;
-  double sum = 0;
-  for (int64_t t = 0; t < tokens; ++t) sum += double(loss.as<float>()[t]);
-  return sum;
+  std::vector<float> host(static_cast<size_t>(tokens));
+  copy(loss, View(host.data(), DType::f32, loss.shape()));
+  return std::accumulate(host.begin(), host.end(), 0.0);
 }
 
 StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
@@ -78,7 +109,7 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
 }
 
 std::vector<model::NamedView> Stepper::state() const {
-  std::vector<model::NamedView> named = model::published_tensors(model_.table(), weights_.value);
+  std::vector<model::NamedView> named = model::published_tensors(model_.table(), weights_.master);
   // The optimizer names its state after the table's names; stacked experts are spelled out one by one.
   for (const auto& [name, view] : optimizer_.state()) {
     const size_t hole = name.find("{}");

@@ -23,6 +23,8 @@ class Stepper {
   // Takes parameters, gradients, optimizer state, counters and batch buffers from the arena.
   Stepper(Context& ctx, const model::Model& model, const RunConfig& run);
 
+  void initialise(uint64_t seed);  // the weights of a new run, the same on every device
+
   // Gradients of one micro-batch are added to those of the step: `loss_tokens` is the count of the whole step.
   // Returns the sum of the batch's losses, nats (0 on dry).
   double accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens);
@@ -35,10 +37,9 @@ class Stepper {
   const std::vector<ops::router::Counters>& counters() const { return record_.counters; }
   int64_t static_bytes() const { return static_bytes_; }
 
-  // Buffers of one micro-batch, sized for `micro_tokens`.
-  View ids(int64_t tokens) const { return ids_.row_range(0, tokens); }
-  View targets(int64_t tokens) const { return targets_.row_range(0, tokens); }
-  View losses(int64_t tokens) const { return losses_.row_range(0, tokens); }
+  // One micro-batch of at most `micro_tokens` in the buffers of the device. `offsets` must outlive it; ids and targets
+  // may be null on dry.
+  model::Batch place(Context& ctx, const int32_t* ids, const int32_t* targets, std::span<const int64_t> offsets) const;
 
   // Everything a checkpoint holds, under published names; optimizer state as "<rule>.<moment>.<name>".
   std::vector<model::NamedView> state() const;
@@ -50,7 +51,8 @@ class Stepper {
   model::Weights weights_;
   optim::Optimizer optimizer_;
   model::StepRecord record_;
-  View ids_, targets_, losses_;
+  View ids_, targets_, losses_;  // of one micro-batch
+  View offsets_;                 // of its documents, on the GPU
   int64_t static_bytes_ = 0;
 };
 

@@ -93,10 +93,9 @@ Trainer::~Trainer() = default;
 static int64_t dry_peak(const model::Model& model, const RunConfig& config, std::span<const int64_t> offsets,
                         int64_t* static_bytes) {
   Arena arena = Arena::dry();
-  Context ctx{Device::dry, arena, nullptr, config.train.product};
+  Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
   Stepper stepper(ctx, model, config);
-  const int64_t tokens = offsets.back();
-  stepper.accumulate(ctx, {stepper.ids(tokens), stepper.targets(tokens), {offsets}}, tokens);
+  stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
   stepper.finish(ctx, 0, 0);
   *static_bytes = stepper.static_bytes();
   return arena.peak();
@@ -114,7 +113,7 @@ MemoryPlan Trainer::plan_memory() {
   std::iota(single.begin(), single.end(), int64_t{0});
   const int64_t worst = dry_peak(model_, config_, single, &plan.static_bytes);
   const int64_t evaluation =
-      plan.static_bytes + evaluation_bytes(model_, config_.train.micro_tokens, config_.train.product);
+      plan.static_bytes + evaluation_bytes(model_, config_.train.micro_tokens, config_.train.product, config_.device);
   plan.capacity = std::max(worst, evaluation);
   return plan;
 }
@@ -135,16 +134,16 @@ void Trainer::require_memory(const MemoryPlan& plan) const {
 
 void Trainer::write_run_files() const {
   const fs::path dir = config_.dir;
-  ckpt::write_text_atomic(config_.dir, "run.toml", state_.run_toml);
-  ckpt::write_text_atomic(config_.dir, "model.toml", state_.model_toml);
+  write_file_atomic((dir / "run.toml").string(), state_.run_toml);
+  write_file_atomic((dir / "model.toml").string(), state_.model_toml);
   if (state_.tokenizer != "bytes") {
     std::error_code error;
     fs::copy_file(fs::path(config_.data.store) / "tokenizer.model", dir / state_.tokenizer,
                   fs::copy_options::overwrite_existing, error);
     if (error) fail_user("{}: the vocabulary cannot be copied there ({})", config_.dir, error.message());
   }
-  ckpt::write_text_atomic(
-      config_.dir, "README.txt",
+  write_file_atomic(
+      (dir / "README.txt").string(),
       "A run of tessera.\n"
       "  run.toml        every option of the run, resolved\n"
       "  model.toml      the model\n"
@@ -183,7 +182,7 @@ void Trainer::resume_or_initialise() {
     fail_user("{}: holds {} checkpoints and none is valid; move them away to start over, or restore one", config_.dir,
               entries.size());
   }
-  model::initialise(model_.config(), model_.table(), storage_->stepper.weights(), static_cast<uint64_t>(config_.seed));
+  storage_->stepper.initialise(static_cast<uint64_t>(config_.seed));
 }
 
 void Trainer::resume(const std::string& checkpoint) {
@@ -242,11 +241,8 @@ StepRow Trainer::take_step() {
   }
   double loss = 0;
   for (const data::Batch& batch : batches) {
-    const int64_t n = static_cast<int64_t>(batch.ids.size());
-    const View ids = s.stepper.ids(n), targets = s.stepper.targets(n);
-    std::ranges::copy(batch.ids, ids.as<int32_t>());
-    std::ranges::copy(batch.targets, targets.as<int32_t>());
-    loss += s.stepper.accumulate(s.ctx, {ids, targets, {batch.offsets}}, loss_tokens);
+    const model::Batch placed = s.stepper.place(s.ctx, batch.ids.data(), batch.targets.data(), batch.offsets);
+    loss += s.stepper.accumulate(s.ctx, placed, loss_tokens);
   }
   StepRow row;
   row.learning_rate = config_.schedule().at(state_.step);

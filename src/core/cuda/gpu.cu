@@ -103,9 +103,15 @@ void fill_bytes(void* data, int byte, int64_t bytes) {
   if (bytes > 0) TESSERA_CUDA(cudaMemsetAsync(data, byte, static_cast<size_t>(bytes), stream()));
 }
 
-void copy(const void* from, Memory, void* to, Memory, int64_t bytes) {
-  TESSERA_CUDA(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream()));
-  wait();
+void copy(const void* from, Memory from_memory, void* to, Memory to_memory, const Rows& r) {
+  const size_t bytes = static_cast<size_t>(r.bytes);
+  if (r.count == 1) {
+    TESSERA_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
+  } else {
+    TESSERA_CUDA(cudaMemcpy2DAsync(to, static_cast<size_t>(r.to_stride), from, static_cast<size_t>(r.from_stride),
+                                   bytes, static_cast<size_t>(r.count), cudaMemcpyDefault, stream()));
+  }
+  if (from_memory == Memory::host || to_memory == Memory::host) wait();
 }
 
 void begin_range(const char* name) noexcept { nvtxRangePushA(name); }

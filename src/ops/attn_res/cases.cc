@@ -50,12 +50,13 @@ std::vector<Tensor> reference_of(const Dims& d, const std::vector<Tensor>& in) {
                               in[sources.size() + 1].values)}};
 }
 
-check::Case make_case(Dims d, Scales scale = {}) {
+check::Case make_case(Dims d, Scales scale = {}, double limit_f32 = 1e-4) {
   return {.name = fmt::format("T {} D {} S {} source scale {} query scale {}", d.tokens, d.width, d.sources,
                               scale.source, scale.query),
           .inputs = [=] { return inputs(d, scale); },
           .reference = [=](const std::vector<Tensor>& in) { return reference_of(d, in); },
-          .run = [=](const check::Run& r) { run(d, r); }};
+          .run = [=](const check::Run& r) { run(d, r); },
+          .limit_f32 = limit_f32};
 }
 
 check::SpeedCase make_speed(Dims d) {
@@ -76,7 +77,8 @@ const check::OpTable& table() {
                 make_case({9, 32, 4, 1e-5},
                           {.source = 1e-3}),  // near the eps floor, where a wrong place of eps would show
                 make_case({9, 32, 4, 1e-5}, {.source = 1e3}),
-                make_case({9, 64, 4, 1e-5}, {.query = 3.0})},  // softmax nearly one-hot
+                // Softmax nearly one-hot; a backward through <G, v> - <G, h> is off by 1e-4.
+                make_case({9, 64, 4, 1e-5}, {.query = 3.0}, 2e-5)},
       .speed = {make_speed({8192, 512, 4, 1e-5})}};
   return t;
 }

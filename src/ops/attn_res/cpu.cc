@@ -1,9 +1,12 @@
 // Attention Residuals on the CPU. A token's sources (S x D) are read from memory once: the second use, mixing or the
 // gradient, finds them in the cache. With q = gain o query, r_i = 1 / rms(v_i), G = dh:
 //
-//   a_i = r_i <q, v_i>;   da_i = alpha_i (<G, v_i> - <G, h>);   c_i = da_i r_i
+//   a_i = r_i <q, v_i>;   da_i = alpha_i sum_j alpha_j (<G, v_i> - <G, v_j>);   c_i = da_i r_i
 //   dv_i += alpha_i G + c_i (q - (a_i r_i / D) v_i);   dq = sum over tokens and i of c_i v_i
 //   dquery += gain o dq;   dgain += query o dq
+//
+// da_i is <G, v_i> - <G, h> written out: where one source has nearly all the weight, h is nearly v_i, and the
+// difference of the two products would keep no digit.
 #include "ops/attn_res/cpu.h"
 
 #include <algorithm>
@@ -34,9 +37,8 @@ void fold(const Dims& d, const Inputs& in, Real* q) {
   for (int64_t i = 0; i < d.width; ++i) q[i] = gain[i] * query[i];
 }
 
-// Kept out of line so that <G, v> and <G, h> are summed in one order: with one source h is v, and da must be 0.
 template <class Real>
-[[gnu::noinline]] Real dot(const Real* a, const Real* b, int64_t n) {
+Real dot(const Real* a, const Real* b, int64_t n) {
   Real sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
@@ -111,6 +113,14 @@ void forward_tokens(const Dims& d, const Inputs& in, const Outputs& out, Saved* 
   });
 }
 
+// da_s
+template <class Real>
+Real score_gradient(const Real* products, const Real* alpha, int64_t sources, int64_t s) {
+  Real sum = 0;
+  for (int64_t j = 0; j < sources; ++j) sum += alpha[j] * (products[s] - products[j]);
+  return alpha[s] * sum;
+}
+
 // One source of one token: dv += alpha G + c q - pull v,   dq += c v.
 template <class Real>
 void add_source_gradient(int64_t width, Real alpha, Real c, Real pull, const Real* g, const Real* q, const Real* v,
@@ -123,21 +133,22 @@ void add_source_gradient(int64_t width, Real alpha, Real c, Real pull, const Rea
 }
 
 template <class Real>
-void backward_tokens(const Dims& d, const Inputs& in, const Outputs& out, const Saved& saved, const OutputGrads& dout,
-                     const Grads& grads, Real* q, Real* partials) {
+void backward_tokens(const Dims& d, const Inputs& in, const Saved& saved, const OutputGrads& dout, const Grads& grads,
+                     Real* q, Real* partials) {
   fold(d, in, q);
   const std::vector<Real*> sources = pointers<Real>(in.sources), dsources = pointers<Real>(grads.sources);
   const Real *alpha = saved.alpha.as<Real>(), *rrms = saved.rrms.as<Real>(), *score = saved.score.as<Real>();
   parallel_items(kPartials, [&](int64_t p) {
     Real* dq = partials + p * d.width;
     std::fill_n(dq, d.width, Real(0));
+    std::vector<Real> products(sources.size());  // <G, v_i> of a token
     for (int64_t t = d.tokens * p / kPartials; t < d.tokens * (p + 1) / kPartials; ++t) {
       const Real* g = dout.h.as<Real>() + t * d.width;
-      const Real g_h = dot(g, out.h.as<Real>() + t * d.width, d.width);
+      for (size_t s = 0; s < sources.size(); ++s) products[s] = dot(g, sources[s] + t * d.width, d.width);
       for (int64_t s = 0; s < d.sources; ++s) {
         const int64_t ts = t * d.sources + s;
         const Real* v = sources[size_t(s)] + t * d.width;
-        const Real c = alpha[ts] * (dot(g, v, d.width) - g_h) * rrms[ts];
+        const Real c = score_gradient(products.data(), alpha + t * d.sources, d.sources, s) * rrms[ts];
         add_source_gradient(d.width, alpha[ts], c, c * score[ts] * rrms[ts] / Real(d.width), g, q, v,
                             dsources[size_t(s)] + t * d.width, dq);
       }
@@ -162,11 +173,11 @@ void forward(const Dims& d, const Inputs& in, const Outputs& out, Saved* saved, 
   });
 }
 
-void backward(const Dims& d, const Inputs& in, const Outputs& out, const Saved& saved, const OutputGrads& dout,
-              const Grads& grads, const View& folded, const View& partials) {
+void backward(const Dims& d, const Inputs& in, const Saved& saved, const OutputGrads& dout, const Grads& grads,
+              const View& folded, const View& partials) {
   dispatch_real(in.query.dtype(), [&](auto real) {
     using Real = decltype(real);
-    backward_tokens<Real>(d, in, out, saved, dout, grads, folded.as<Real>(), partials.as<Real>());
+    backward_tokens<Real>(d, in, saved, dout, grads, folded.as<Real>(), partials.as<Real>());
   });
 }
 

@@ -10,7 +10,7 @@ inline constexpr int64_t kPartials = 16;
 
 // `folded` (D) receives q = gain o query, the only form in which the two act on a token.
 void forward(const Dims&, const Inputs&, const Outputs&, Saved*, const View& folded);
-void backward(const Dims&, const Inputs&, const Outputs&, const Saved&, const OutputGrads&, const Grads&,
-              const View& folded, const View& partials);
+void backward(const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&, const View& folded,
+              const View& partials);
 
 }  // namespace tessera::ops::attn_res::cpu

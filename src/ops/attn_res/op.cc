@@ -69,7 +69,7 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out,
   const View folded = ctx.arena.allocate(dtype, {d.width});
   const View partials = ctx.arena.allocate(dtype, {cpu::kPartials, d.width});
   if (ctx.dry()) return;
-  cpu::backward(d, in, out, saved, dout, grads, folded, partials);
+  cpu::backward(d, in, saved, dout, grads, folded, partials);
 }
 
 }  // namespace tessera::ops::attn_res

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/hash.h"
 #include "core/philox.h"
 
 namespace tessera::check {
@@ -17,7 +18,7 @@ int64_t Tensor::elements() const {
 
 Tensor random_tensor(std::string name, std::vector<int64_t> shape, double scale, GradientRule gradient, uint64_t seed) {
   Tensor t{std::move(name), std::move(shape), {}, gradient, DType::none};
-  const Philox philox(std::hash<std::string>{}(t.name) ^ (seed * 0x9E3779B97F4A7C15ull), Purpose::test);
+  const Philox philox(hash_of(t.name).low ^ (seed * 0x9E3779B97F4A7C15ull), Purpose::test);
   t.values.resize(static_cast<size_t>(t.elements()));
   for (size_t i = 0; i < t.values.size(); ++i) t.values[i] = scale * philox.normal(i);
   return t;

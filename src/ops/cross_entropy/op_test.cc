@@ -5,7 +5,7 @@
 #include "core/philox.h"
 #include "ops/check/gtest_table.h"
 #include "ops/cross_entropy/cases.h"
-#include "ops/gemm/gemm.h"
+#include "ops/gemm/cuda.h"
 
 namespace tessera::ops::cross_entropy {
 namespace {
@@ -133,6 +133,27 @@ TEST(CrossEntropy, WeightGradientAddsAndScaleScales) {
   for (int64_t i = 0; i < one.grads.x.elements(); ++i) {
     EXPECT_NEAR(more.grads.x.as<float>()[i], 0.5f * one.grads.x.as<float>()[i], 1e-6);
   }
+}
+
+TEST(CrossEntropy, ForAGpuOnlyTheLogitsOfABlockAreFloat32) {
+  const Dims d{100, 16, 301, 8};
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  const Inputs in{arena.allocate(DType::bf16, {d.tokens, d.width}),
+                  arena.allocate(DType::bf16, {d.vocabulary, d.width}), arena.allocate(DType::i32, {d.tokens})};
+  const Outputs out{arena.allocate(DType::f32, {d.tokens})};
+  const Grads grads{arena.allocate(DType::bf16, {d.tokens, d.width}),
+                    arena.allocate(DType::f32, {d.vocabulary, d.width})};
+  const int64_t used = arena.used();
+  forward_backward(ctx, d, in, 1, out, grads);
+  EXPECT_EQ(arena.peak() - used, Arena::aligned(8 * 301 * 4) + kGemmWorkspaceBytes);
+  EXPECT_EQ(arena.peak() - used, ledger.total().workspace_bytes);
+  // x and dx, the weight once, the gradient of the logits written and read twice; the weight's gradient read and
+  // written, logits written and read; losses and targets.
+  EXPECT_EQ(ledger.total().bytes_moved,
+            2 * (2 * 100 * 16 + 301 * 16 + 3 * 100 * 301) + 4 * (2 * 301 * 16 + 2 * 100 * 301) + 100 * (4 + 4));
+  EXPECT_THROW(forward(ctx, d, in, {arena.allocate(DType::bf16, {d.tokens})}), Error) << "losses are exact";
 }
 
 TEST(CrossEntropy, ATargetOutsideTheVocabularyIsRefused) {

@@ -2,8 +2,9 @@
 
 #include "core/philox.h"
 #include "ops/check/gtest_table.h"
-#include "ops/gemm/gemm.h"
+#include "ops/gemm/cuda.h"
 #include "ops/linear/cases.h"
+#include "ops/linear/cuda.h"
 
 namespace tessera::ops::linear {
 namespace {
@@ -76,9 +77,35 @@ TEST(Linear, GradientsNotWantedAreSkippedAndNotCharged) {
   EXPECT_EQ(values(dw), values(only_dw));
 }
 
+TEST(Linear, ForAGpuAMixedProductWidensABlockOfRows) {
+  const Dims d{100000, 64, 16};
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  const auto taken = [&](DType x, DType weight, DType y) {
+    ledger.clear();
+    arena.reset_peak();
+    const Arena::Scope scope(arena);
+    const View tokens = arena.allocate(x, {d.tokens, d.in}), scores = arena.allocate(y, {d.tokens, d.out});
+    const View w = arena.allocate(weight, {d.out, d.in}), dw = arena.allocate(exact_type(x), {d.out, d.in});
+    const int64_t used = arena.used();
+    forward(ctx, d, {tokens, w}, {scores});
+    backward(ctx, d, {tokens, w}, {scores}, {tokens, true, dw});
+    EXPECT_EQ(2 * (arena.peak() - used), ledger.total().workspace_bytes);  // the same for each pass
+    return arena.peak() - used;
+  };
+  EXPECT_EQ(taken(DType::bf16, DType::bf16, DType::bf16), kGemmWorkspaceBytes);
+  EXPECT_EQ(taken(DType::f32, DType::f32, DType::f32), kGemmWorkspaceBytes);
+  EXPECT_EQ(taken(DType::bf16, DType::f32, DType::f32), kGemmWorkspaceBytes + cuda::kWidenedRows * d.in * 4);
+  EXPECT_THROW(taken(DType::bf16, DType::f32, DType::bf16), Error);
+  EXPECT_THROW(taken(DType::f32, DType::bf16, DType::f32), Error);
+  EXPECT_THROW(taken(DType::bf16, DType::bf16, DType::f32), Error) << "no gradient of exact y beside a bf16 weight";
+}
+
 TEST(Linear, Bf16Products) {
   if (!cpu_has_bf16_products()) GTEST_SKIP() << "this CPU has no bf16 products";
   // Operands carry 8 bits: each product is off by up to 2^-8, their random sum by about 2e-3 of its size.
+  constexpr Types kAllF32{DType::f32, DType::f32, DType::f32};
   constexpr double kLimit = 5e-3;
   const Dims d{70, 96, 130};
   Arena arena(1 << 24);
@@ -101,8 +128,8 @@ TEST(Linear, Bf16Products) {
     EXPECT_LE(difference(got, want), kLimit);
     EXPECT_GT(difference(got, want), 1e-5) << "the operands were not rounded";
   }
-  EXPECT_EQ(arena.peak() - used, std::max(costs(d, DType::f32, Pass::forward, Product::bf16).workspace_bytes,
-                                          costs(d, DType::f32, Pass::backward, Product::bf16).workspace_bytes));
+  EXPECT_EQ(arena.peak() - used, std::max(costs(d, kAllF32, Pass::forward, Product::bf16).workspace_bytes,
+                                          costs(d, kAllF32, Pass::backward, Product::bf16).workspace_bytes));
 }
 
 }  // namespace

@@ -43,7 +43,8 @@ void check_inputs(const Dims& d, const Inputs& in) {
 }  // namespace
 
 Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass) {
-  const int64_t element = bytes_of(dtype), rows = d.tokens * d.heads, pairs = d.heads * causal_pairs(documents);
+  const int64_t element = bytes_of(dtype), rows = d.tokens * d.heads;
+  const Flops pairs = Flops{d.heads} * causal_pairs(documents);
   const int64_t dk = d.nope_dim + d.rope_dim, dv = d.value_dim;
   const int64_t inputs = rows * (dk + d.nope_dim + dv) + d.tokens * d.rope_dim;
   if (pass == Pass::forward) {

@@ -1,4 +1,4 @@
-#include "ckpt/file.h"
+#include "core/file.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -14,7 +14,7 @@
 
 #include "core/error.h"
 
-namespace tessera::ckpt {
+namespace tessera {
 
 void fail_io(std::string_view action, const std::string& path, int error) {
   const std::string reason = std::generic_category().message(error);
@@ -22,9 +22,7 @@ void fail_io(std::string_view action, const std::string& path, int error) {
     case ENOSPC:
     case EDQUOT:
       fail_user("disk full: cannot {} {} ({}); free space there or choose another directory", action, path, reason);
-    case EFBIG:
-      fail_user("file too large: cannot {} {} ({}); raise the limit (`ulimit -f`) or lower ckpt.file_bytes", action,
-                path, reason);
+    case EFBIG: fail_user("file too large: cannot {} {} ({}); raise the limit (`ulimit -f`)", action, path, reason);
     case EACCES:
     case EPERM:
     case EROFS:
@@ -108,11 +106,35 @@ void File::close() {
   if (fd >= 0 && ::close(fd) != 0 && errno != EINTR) fail_io("close", path_, errno);
 }
 
+FileWriter::FileWriter(const std::string& path) : file_(File::create(path)) { pending_.reserve(kPieceBytes); }
+
+void FileWriter::write(std::string_view bytes) {
+  if (static_cast<int64_t>(pending_.size() + bytes.size()) > kPieceBytes) flush();
+  if (static_cast<int64_t>(bytes.size()) >= kPieceBytes / 4) {
+    flush();
+    file_.write(bytes.data(), static_cast<int64_t>(bytes.size()));
+  } else {
+    pending_.insert(pending_.end(), bytes.begin(), bytes.end());
+  }
+  size_ += static_cast<int64_t>(bytes.size());
+}
+
+void FileWriter::flush() {
+  file_.write(pending_.data(), static_cast<int64_t>(pending_.size()));
+  pending_.clear();
+}
+
+void FileWriter::close() {
+  flush();
+  file_.sync();
+  file_.close();
+}
+
 MappedFile::MappedFile(const std::string& path) : path_(path) {
   const File file = File::open_read(path);
-  size_ = static_cast<size_t>(file.size());
+  size_ = file.size();
   if (size_ == 0) return;  // an empty mapping is an error to the system
-  void* mapped = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.fd(), 0);
+  void* mapped = ::mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_PRIVATE, file.fd(), 0);
   if (mapped == MAP_FAILED) fail_io("map", path, errno);
   data_ = static_cast<const std::byte*>(mapped);
 }
@@ -120,39 +142,47 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : path_(std::move(other.path_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
-MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
 }
 
-std::string read_text(const std::string& path, int64_t limit_bytes) {
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), static_cast<size_t>(size_));
+}
+
+std::string read_file(const std::string& path, int64_t limit_bytes) {
   const File file = File::open_read(path);
   const int64_t size = file.size();
   if (size > limit_bytes) {
     fail_user("{} has {} bytes, at most {} expected; the file is damaged or not what its name says", path, size,
               limit_bytes);
   }
-  std::string text(static_cast<size_t>(size), '\0');
-  text.resize(static_cast<size_t>(file.read_at(text.data(), size, 0)));
-  return text;
+  std::string bytes(static_cast<size_t>(size), '\0');
+  bytes.resize(static_cast<size_t>(file.read_at(bytes.data(), size, 0)));
+  return bytes;
 }
 
-void write_text_synced(const std::string& path, std::string_view text) {
+void write_file_synced(const std::string& path, std::string_view bytes) {
   File file = File::create(path);
-  file.write(text.data(), static_cast<int64_t>(text.size()));
+  file.write(bytes.data(), static_cast<int64_t>(bytes.size()));
   file.sync();
   file.close();
 }
 
-void write_text_atomic(const std::string& directory, const std::string& name, std::string_view text) {
-  const std::string path = (std::filesystem::path(directory) / name).string();
+void write_file_atomic(const std::string& path, std::string_view bytes) {
+  const std::string temporary = path + ".tmp";  // one name: what a killed process left is written over
   try {
-    write_text_synced(path + ".tmp", text);
+    write_file_synced(temporary, bytes);
+    rename_path(temporary, path);
   } catch (...) {
-    ::unlink((path + ".tmp").c_str());
+    ::unlink(temporary.c_str());
     throw;
   }
-  rename_path(path + ".tmp", path);
-  sync_directory(directory);
+  const std::string directory = std::filesystem::path(path).parent_path().string();
+  sync_directory(directory.empty() ? "." : directory);
 }
 
 void sync_directory(const std::string& path) {
@@ -190,4 +220,4 @@ bool is_directory(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-}  // namespace tessera::ckpt
+}  // namespace tessera
