@@ -7,6 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "core/host_copy.h"
+#include "ops/elementwise/op.h"
+
 namespace tessera::train {
 
 namespace {
@@ -38,23 +41,29 @@ Guard::Guard(const model::Model& model, GuardOptions options) : model_(&model), 
   }
 }
 
-void Guard::observe(const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
-  if (!options_.on) return;
+void Guard::observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
+  if (!options_.on || ctx.dry()) return;
+  Arena::Scope scope(ctx.arena);
   const int64_t experts = model_->config().moe.experts;
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
     const model::MoeParams& p = model_->table().layer(layer.layer).moe;
-    const int64_t* load = counters[l].load.as<int64_t>();
-    const int64_t* by_bias = counters[l].by_bias.as<int64_t>();
-    const double* weight = counters[l].weight.as<double>();
-    const double* output = counters[l].output_squares.as<double>();
+    const HostCopy loads(counters[l].load), by_biases(counters[l].by_bias), shares(counters[l].weight);
+    const HostCopy outputs(counters[l].output_squares);
+    const int64_t *load = loads.as<int64_t>(), *by_bias = by_biases.as<int64_t>();
+    const double *weight = shares.as<double>(), *output = outputs.as<double>();
+    for (model::ParamId id : {p.w1, p.w3, p.w2}) {
+      const View squares = ctx.arena.allocate(DType::f64, {experts});
+      ops::elementwise::square_sums(ctx, weights.d(id), squares);
+      const HostCopy sums(squares);
+      for (int64_t e = 0; e < experts; ++e) layer.window[static_cast<size_t>(e)].gradient += sums.as<double>()[e];
+    }
     for (int64_t e = 0; e < experts; ++e) {
       ExpertSums& sums = layer.window[static_cast<size_t>(e)];
       sums.load += double(load[e]);
       sums.by_bias += double(by_bias[e]);
       sums.weight += weight[e];
       sums.output += output[e];
-      for (model::ParamId id : {p.w1, p.w3, p.w2}) sums.gradient += square_sum(weights.d(id).at(e));
     }
     const double q = double(std::accumulate(load, load + experts, int64_t{0})) / double(experts);
     const double max_vio = q > 0 ? double(*std::max_element(load, load + experts)) / q - 1 : 0;
@@ -83,7 +92,8 @@ Guard::Findings Guard::judge(Layer& layer, const Signals& s, const View& bias) c
     --layer.settling;
     return found;
   }
-  const float* b = bias.as<float>();
+  const HostCopy biases(bias);
+  const float* b = biases.as<float>();
   const auto [least, most] = std::minmax_element(b, b + bias.elements());
   if (double(found.cold.size()) > kColdLayerShare * double(layer.experts.size()))
     found.alarm = "more than 5 % of the experts are cold";
@@ -143,7 +153,8 @@ void Guard::act_on(Layer& layer, bool may_revive, const Signals& s, const GuardE
 }
 
 static std::vector<double> values_of(const View& view) {
-  return {view.as<float>(), view.as<float>() + view.elements()};
+  const HostCopy values(view);
+  return {values.as<float>(), values.as<float>() + view.elements()};
 }
 
 std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Weights& weights,

@@ -58,7 +58,7 @@ class Guard {
   Guard(const model::Model& model, GuardOptions options);
 
   // Adds the counters (output squares among them) and gradients of one step; call before they are cleared.
-  void observe(const std::vector<ops::router::Counters>& counters, const model::Weights& weights);
+  void observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights);
   // At the end of a window judges it and acts on weights, biases and optimizer state. `step`: steps done.
   // `decaying`: the final decay phase, where nothing is re-initialised. The next step must use routers().
   std::vector<GuardEvent> act(int64_t step, bool decaying, const model::Weights& weights, optim::Optimizer& optimizer);

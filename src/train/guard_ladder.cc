@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/host_copy.h"
 #include "core/philox.h"
 #include "train/guard.h"
 
@@ -18,10 +19,12 @@ constexpr double kWeightNoise = 0.02, kRouterNoise = 0.05;
 
 // to = from + N(0, (share rms(from))^2)
 void copy_with_noise(const View& from, const View& to, double share, const Philox& random, uint64_t first_draw) {
-  const double rms = std::sqrt(square_sum(from) / double(std::max<int64_t>(from.elements(), 1)));
+  const HostCopy donor(from), made(to);
+  const double rms = std::sqrt(square_sum(donor.view()) / double(std::max<int64_t>(from.elements(), 1)));
   for (int64_t i = 0; i < from.elements(); ++i) {
-    to.as<float>()[i] = from.as<float>()[i] + float(share * rms * random.normal(first_draw + uint64_t(i)));
+    made.as<float>()[i] = donor.as<float>()[i] + float(share * rms * random.normal(first_draw + uint64_t(i)));
   }
+  made.put_back();
 }
 
 std::string describe(const model::RouterOptions& router, int64_t rung) {
@@ -104,18 +107,22 @@ void Guard::revive(Layer& layer, int64_t expert, int64_t donor, int64_t step, co
                       static_cast<uint64_t>(step));
   uint64_t draw = 0;
   for (model::ParamId id : {p.w1, p.w3, p.w2}) {
-    copy_with_noise(weights[id].at(donor), weights[id].at(expert), kWeightNoise, random, draw);
+    const View& master = weights.master[static_cast<size_t>(id)];
+    copy_with_noise(master.at(donor), master.at(expert), kWeightNoise, random, draw);
+    model::refresh_copy(weights, id, expert);
     draw += static_cast<uint64_t>(weights[id].row_elements());
     optimizer.reset_block(model_->table()[id].name, expert);
   }
   copy_with_noise(weights[p.router].at(donor), weights[p.router].at(expert), kRouterNoise, random, draw);
   optimizer.reset_block(model_->table()[p.router].name, expert);
-  float* bias = weights[p.bias].as<float>();
+  const HostCopy biases(weights[p.bias]);
+  float* bias = biases.as<float>();
   const int64_t experts = weights[p.bias].elements();
   bias[expert] = bias[donor];
   double mean = 0;
   for (int64_t e = 0; e < experts; ++e) mean += double(bias[e]) / double(experts);
   for (int64_t e = 0; e < experts; ++e) bias[e] = float(double(bias[e]) - mean);
+  biases.put_back();
   Expert& revived = layer.experts[static_cast<size_t>(expert)];
   ++revived.revivals;
   revived.cold_windows = revived.dead_windows = revived.worthless_windows = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/host_copy.h"
 #include "core/parallel.h"
 
 namespace tessera::train {
@@ -60,7 +61,8 @@ Signals signals_of(const std::vector<ExpertSums>& window) {
 
 std::vector<double> router_cosines(const View& rows) {
   const int64_t experts = rows.dim(0), width = rows.dim(1);
-  const auto row = [&](int64_t e) { return rows.as<float>() + e * width; };
+  const HostCopy values(rows);
+  const auto row = [&](int64_t e) { return values.as<float>() + e * width; };
   std::vector<double> norm, most(static_cast<size_t>(experts), experts > 1 ? -1.0 : 0.0);
   for (int64_t e = 0; e < experts; ++e) norm.push_back(std::sqrt(dot(row(e), row(e), width)));
   parallel_items(experts, [&](int64_t e) {

@@ -112,9 +112,7 @@ void RunConfig::check(const std::string& where) const {
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);
   }
-  if (device == Device::cuda) {
-    fail_user("{}: run.device is \"cuda\", and this program has no CUDA back end for training; use \"cpu\"", where);
-  }
+  if (device == Device::cuda) gpu::require();
   schedule().validate();
 }
 

@@ -143,7 +143,7 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
   const model::ModelConfig& c = model_.config();
   if (update.finite) report.heads_clipped = clip_heads(ctx);
   for (const View& max_logit : record_.max_logit) max_logit.zero();
-  if (guard != nullptr && update.finite) guard->observe(record_.counters, weights_);
+  if (guard != nullptr && update.finite) guard->observe(ctx, record_.counters, weights_);
   model::zero_gradients(weights_);
   if (ctx.dry()) return report;
   const ops::router::Dims dims{0, c.moe.experts, c.moe.top_k};

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 
+#include "core/host_copy.h"
 #include "core/log.h"
 #include "core/parallel.h"
 #include "data/build.h"
@@ -225,7 +227,11 @@ void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::
   for (const auto& [name, view] : stepper.state()) {
     if (fit || !is_count(name)) wanted.push_back({name, view});
   }
+  std::deque<HostCopy> staged;  // the tensors themselves on a CPU
+  for (ckpt::TensorRef& tensor : wanted) tensor.view = staged.emplace_back(tensor.view).view();
   ckpt::load_all(reader, wanted, !fit);
+  for (const HostCopy& tensor : staged) tensor.put_back();
+  model::refresh_copies(stepper.weights());
   if (fit) return;
   for (const auto& [name, view] : counts) view.zero();
   log_info("{}: was counted under other balance options; the routers count from zero", reader.path());
@@ -239,7 +245,10 @@ std::string Trainer::save() {
   state.model_fingerprint = model_.config().fingerprint();
   state.tokenizer_fingerprint = corpus_->tokenizer->fingerprint();
   state.state_json = to_json(state_);
-  for (const auto& [name, view] : storage_->stepper.state()) state.tensors.push_back({name, view});
+  std::deque<HostCopy> staged;
+  for (const auto& [name, view] : storage_->stepper.state()) {
+    state.tensors.push_back({name, staged.emplace_back(view).view()});
+  }
   const std::string root = (fs::path(config_.dir) / "checkpoints").string();
   const ckpt::SaveReport report = ckpt::save(root, state, {.keep_last = config_.checkpoint.keep_last});
   for (const std::string& warning : report.warnings) log_warning("{}", warning);
@@ -292,7 +301,8 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   require_memory(result.plan, config_);
   corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
   const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
-  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_, config_);
+  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_,
+                                       config_);
   resume_or_initialise();
   if (state_.step != expected.step) result.plan = plan_from({state_.step, state_.next_sequence});
   write_run_files();

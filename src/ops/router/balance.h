@@ -30,11 +30,11 @@ inline bool counts_quantiles(Balance method) {
 
 // Counters of one layer: of the running step, and of the steps before it that had too few tokens to move the bias.
 struct Counters {
-  View load;            // (E) i64: tokens routed to each expert
-  View weight;          // (E) f64: sum of p: the expert's share of the output
-  View by_bias;         // (E) i64: selections that the bias alone made (not in the top k of s)
-  View tokens;          // (1) i64: m, valid rows counted
-  View invalid;         // (1) i64: rows with a non-finite logit (Outputs::invalid of the step); above 0 it is no good step
+  View load;     // (E) i64: tokens routed to each expert
+  View weight;   // (E) f64: sum of p: the expert's share of the output
+  View by_bias;  // (E) i64: selections that the bias alone made (not in the top k of s)
+  View tokens;   // (1) i64: m, valid rows counted
+  View invalid;  // (1) i64: rows with a non-finite logit (Outputs::invalid of the step); above 0 it is no good step
   View output_squares;  // (E) f64: sum of |y_j|^2, the experts' outputs before weighting; absent: not wanted
   View histogram;       // (E, B) i32, earlier steps included; absent for the sign rule and none
   View pending_load;    // (E) i64: of the earlier steps alone

@@ -25,6 +25,7 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
   multiply(stream, groups, Form::transposed, {{w.x, in.w1, saved.gate}, {w.x, in.w3, saved.up}});
   activate(stream, d, saved, w.h);
   multiply(stream, groups, Form::transposed, {{w.h, in.w2, w.x}});
+  if (out.squares.present()) add_squares(stream, d, saved, w.x, out.squares);
   combine_rows(stream, d, saved, w.x, in.weights, out.y);
 }
 

@@ -110,6 +110,25 @@ __global__ void __launch_bounds__(kThreads)
   store8(to + token * stride + c, width - c, whole, sum);
 }
 
+// One block an expert: its rows are neighbours and padding rows come after them.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    squares_kernel(const T* rows, int64_t width, const int64_t* offsets, const int64_t* counts, double* squares) {
+  __shared__ double of_threads[kThreads];
+  const T* first = rows + offsets[blockIdx.x] * width;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < counts[blockIdx.x] * width; i += kThreads) {
+    const float x = to_float(first[i]);
+    sum += double(x) * double(x);
+  }
+  of_threads[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) squares[blockIdx.x] += of_threads[0];
+}
+
 const int64_t* row_count(const Dims& d, const Saved& saved) { return saved.offsets.gpu<int64_t>() + d.experts; }
 
 }  // namespace
@@ -146,6 +165,14 @@ void derive(GpuStream stream, const Dims& d, const Saved& saved, const View& wei
     glu::cuda::dispatch_activation(d.activation, [&](auto act) {
       launch(derive_kernel<T, decltype(act)>, ceil_div(t.rows(), kWarps), kThreads, 0, stream)(act, a);
     });
+  });
+}
+
+void add_squares(GpuStream stream, const Dims& d, const Saved& saved, const View& rows, const View& squares) {
+  dispatch(rows.dtype(), [&](auto element) {
+    using T = decltype(element);
+    launch(squares_kernel<T>, d.experts, kThreads, 0, stream)(rows.gpu<T>(), d.width, saved.offsets.gpu<int64_t>(),
+                                                              saved.counts.gpu<int64_t>(), squares.gpu<double>());
   });
 }
 
