@@ -212,7 +212,7 @@ struct Contrived {
       counters.by_bias.as<int64_t>()[e] = int64_t(shown[e].by_bias);
       counters.weight.as<double>()[e] = shown[e].weight;
     }
-    run.guard.observe(run.stepper.counters(), run.stepper.weights());
+    run.guard.observe(run.ctx, run.stepper.counters(), run.stepper.weights());
     run.act(++step);
   }
   // Events of a kind, as "step: detail".
