@@ -130,6 +130,11 @@ struct Block {
 };
 
 template <class Real>
+bool is_idle(const Block<Real>& block) {
+  return std::all_of(block.gradient, block.gradient + block.shape.elements(), [](Real g) { return g == 0; });
+}
+
+template <class Real>
 void update_block(const Options& o, double learning_rate, double gradient_scale, const Block<Real>& block, Real* memory,
                   double* sums) {
   const auto [rows, cols] = block.shape;
@@ -203,8 +208,9 @@ void step(Context& ctx, std::span<const Slot> slots, std::span<const Moments> mo
       const Slot& s = slots[job.slot];
       const Matrix shape = block_of(s);
       const int64_t offset = job.block * shape.elements();
-      const Block<Real> block{shape, s.gradient.as<Real>() + offset, s.value.as<Real>() + offset,
-                              moments[job.slot].first.as<Real>() + offset, s.weight_decay};
+      Block<Real> block{shape, s.gradient.as<Real>() + offset, s.value.as<Real>() + offset,
+                        moments[job.slot].first.as<Real>() + offset, s.weight_decay};
+      if (!s.decay_idle && is_idle(block)) block.weight_decay = 0;
       update_block<Real>(options, learning_rate, gradient_scale, block, lane_memory, lane_sums);
     };
     parallel_items(static_cast<int64_t>(plan.small.size()), [&](int64_t i) {

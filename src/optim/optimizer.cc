@@ -42,6 +42,7 @@ void check_slot(const Slot& s, DType dtype) {
   TESSERA_CHECK(std::isfinite(s.weight_decay) && s.weight_decay >= 0, "{}: weight decay {}", name, s.weight_decay);
   TESSERA_CHECK(s.blocks >= 1 && s.value.elements() % s.blocks == 0, "{}: {} does not fall into {} blocks", name,
                 s.value.shape().to_string(), s.blocks);
+  TESSERA_CHECK(s.decay_idle || s.rule == Rule::muon, "{}: decay of idle blocks can be left out for Muon only", name);
   if (s.rule != Rule::muon) return;
   TESSERA_CHECK(s.value.rank() >= 2, "{}: Muon wants matrices, found {}", name, s.value.shape().to_string());
   int64_t stacked = 1;

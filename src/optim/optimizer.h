@@ -24,7 +24,8 @@ struct Slot {            // one parameter as the optimizer sees it
   int64_t blocks = 1;       // equal parts along the leading axis: experts, or heads cut along rows; Muon
                             // orthogonalises each alone, and reset_block() clears one
   double weight_decay = 0;  // decoupled: value -= learning_rate * weight_decay * value
-  View copy = {};           // bf16, like the value, on a GPU: what ops read; rounded anew from every new value
+  bool decay_idle = true;  // false (Muon): a block whose gradient is all zero, an expert without tokens, does not decay
+  View copy = {};          // bf16, like the value, on a GPU: what ops read; rounded anew from every new value
 };
 
 struct Options {

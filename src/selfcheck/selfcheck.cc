@@ -19,11 +19,21 @@
 namespace tessera::selfcheck {
 
 const std::vector<const check::OpTable*>& op_tables() {
-  static const std::vector<const check::OpTable*> tables{
-      &ops::embedding::table(),    &ops::attn_res::table(),     &ops::rms_norm::table(), &ops::linear::table(),
-      &ops::short_conv::table(),   &ops::l2_norm::table(),      &ops::kda::table(),      &ops::mla::table(),
-      &ops::sigmoid_gate::table(), &ops::router::table(),       &ops::glu::table(),      &ops::experts::table(),
-      &ops::elementwise::table(),  &ops::cross_entropy::table()};
+  static const std::vector<const check::OpTable*> tables{&ops::embedding::table(),
+                                                         &ops::attn_res::table(),
+                                                         &ops::rms_norm::table(),
+                                                         &ops::linear::table(),
+                                                         &ops::short_conv::table(),
+                                                         &ops::l2_norm::table(),
+                                                         &ops::kda::table(),
+                                                         &ops::mla::table(),
+                                                         &ops::sigmoid_gate::table(),
+                                                         &ops::router::table(),
+                                                         &ops::router::z_loss::table(),
+                                                         &ops::glu::table(),
+                                                         &ops::experts::table(),
+                                                         &ops::elementwise::table(),
+                                                         &ops::cross_entropy::table()};
   return tables;
 }
 

@@ -18,23 +18,23 @@ struct Dims {
 };
 struct Inputs {
   std::vector<View> sources;  // S of (T, D)
-  View query, gain;           // (D) each
+  View query, gain;           // (D) each, exact_type
 };
 struct Outputs {
   View h;  // (T, D)
 };
 struct Saved {
-  View alpha, rrms, score;  // (T, S) each: softmax weight, 1 / rms(v_i), a_i
+  View alpha, rrms, score;  // (T, S) each, exact_type: softmax weight, 1 / rms(v_i), a_i
 };
 struct OutputGrads {
   View h;  // (T, D)
 };
 struct Grads {
-  std::vector<View> sources;  // S of (T, D); ADDED to: a source feeds many mixes
-  View query, gain;           // (D); added to
+  std::vector<View> sources;  // S of (T, D); each its own memory; ADDED to: a source feeds many mixes
+  View query, gain;           // (D), exact_type; added to
 };
 
-Costs costs(const Dims&, DType, Pass);
+Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);
 Saved allocate_saved(Context&, const Dims&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference

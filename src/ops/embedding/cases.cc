@@ -59,7 +59,10 @@ const check::OpTable& table() {
       // 200 tokens of 5 ids: every row is a sum of many; 130 x 272: several threads and a short last line.
       .cases = {make_case({0, 5, 8}), make_case({1, 1, 1}), make_case({1, 7, 33}), make_case({200, 5, 17}),
                 make_case({130, 64, 272})},
-      .speed = {make_speed({8192, 32000, 512})}};
+      .speed = {make_speed({8192, 32000, 512})},
+      // Ids of many tiles, of one and of a part; one, two and three passes of the sort.
+      .cuda_cases = {make_case({9001, 7, 264}), make_case({2049, 1, 33}), make_case({5000, 700, 1032}),
+                     make_case({4097, 70000, 24})}};
   return t;
 }
 

@@ -19,10 +19,12 @@ struct OutputGrads {
   View y;  // (T, D)
 };
 struct Grads {
-  View weight;  // (vocabulary, D); added to, rows in order of the tokens
+  // (vocabulary, D), exact_type; added to, in an order that follows from the ids: that of the tokens on the CPU, on the
+  // GPU in two levels.
+  View weight;
 };
 
-Costs costs(const Dims&, DType, Pass);
+Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&);
 void backward(Context&, const Dims&, const Inputs&, const OutputGrads&, const Grads&);

@@ -1,4 +1,5 @@
-// The gated units' scalar functions, value and derivatives, as function objects of the loops that call them.
+// The gated units' scalar functions, value and derivatives, as function objects of the loops that call them (for
+// kernels: cuda/math.h).
 //
 // With s = sigmoid(g), T = tanh(g / b1), U = tanh(v / b2):
 //   SwiGLU    h = g s v                dh/dg = (s + g s (1 - s)) v                           dh/dv = g s

@@ -2,6 +2,7 @@
 #include "ops/glu/op.h"
 
 #include "ops/glu/cpu.h"
+#include "ops/glu/cuda.h"
 #include "ops/glu/math.h"
 
 namespace tessera::ops::glu {
@@ -23,6 +24,7 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) 
   check_strided_view(out.h, dtype, shape, "glu h");
   OpScope op(ctx, "glu", Pass::forward, costs(d, dtype, Pass::forward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::forward(ctx.stream(), d, in, out);
   cpu::forward(d, in, out);
 }
 
@@ -37,6 +39,7 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const OutputGrads& 
   check_strided_view(grads.up, dtype, shape, "glu dup");
   OpScope op(ctx, "glu", Pass::backward, costs(d, dtype, Pass::backward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::backward(ctx.stream(), d, in, dout, grads);
   cpu::backward(d, in, dout, grads);
 }
 

@@ -3,8 +3,8 @@
 //   SwiGLU    h = g sigmoid(g) * v
 //   SiTU-GLU  h = [b1 tanh(g / b1) sigmoid(g)] * [b2 tanh(v / b2)],  b1 = 4, b2 = 25: |h| < 100 whatever comes in
 //
-// Source: moe.md 4 (values, derivatives and the cancellations to avoid). math.h beside this file holds the scalar
-// functions, which the expert products fuse.
+// Source: moe.md 4 (values, derivatives and the cancellations to avoid). math.h and cuda/math.h beside this file hold
+// the scalar functions, which the expert products fuse.
 #pragma once
 
 #include "core/context.h"

@@ -52,7 +52,8 @@ const check::OpTable& table() {
       .cases = {make_case({0, 8}), make_case({1, 2}), make_case({1, 128}), make_case({17, 33}), make_case({260, 128}),
                 make_case({130, 16}, 1e-3), make_case({9, 32}, 1e-4), make_case({10, 24}, 1e-3, true),
                 make_case({5, 64}, 1e4)},
-      .speed = {make_speed({65536, 128})}};
+      .speed = {make_speed({65536, 128})},
+      .cuda_cases = {make_case({70, 256}), make_case({37, 1024}), make_case({5, 1001})}};  // the wider groups
   return t;
 }
 

@@ -20,7 +20,7 @@ struct Outputs {
   View y;  // (R, W); may be the same memory as x
 };
 struct Saved {
-  View rnorm;  // (R): r; together with y all that backward needs
+  View rnorm;  // (R), exact_type: r; together with y all that backward needs
 };
 struct OutputGrads {
   View y;  // (R, W)

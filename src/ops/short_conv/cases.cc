@@ -33,6 +33,7 @@ void run(const Dims& d, const Documents& documents, const check::Run& r) {
 std::vector<Tensor> inputs(const Dims& d, int64_t documents, bool window, double scale) {
   std::vector<Tensor> in{check::random_tensor("x", {d.tokens, d.channels}, scale),
                          check::random_tensor("weight", {d.channels, d.width}, 0.5, GradientRule::add)};
+  in[1].exact = true;
   if (window) in.push_back(check::random_tensor("initial_window", {documents, d.width - 1, d.channels}, scale));
   return in;
 }
@@ -117,7 +118,10 @@ const check::OpTable& table() {
                 make_case(5, 1, {3, 0, 4}, true), make_case(4, 8, {20, 3, 7, 8}, true),
                 make_case(67, 4, {6, 1, 40}, true), make_case(6, 3, {19}, true, 30.0)},
       .speed = {make_speed({8192, 1024, 4})},
-      .more = [] { return std::vector<Result>{split_equals_whole()}; }};
+      .more = [] { return std::vector<Result>{split_equals_whole()}; },
+      // Documents across the strips of warps and the ranges of blocks; a window of 8 over several of them.
+      .cuda_cases = {make_case(520, 4, {1500, 1, 0, 63, 64, 700, 3}, true), make_case(264, 8, {5, 1031, 2, 400}, true),
+                     make_case(257, 4, {777, 333}, false)}};
   return t;
 }
 

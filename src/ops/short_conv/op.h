@@ -15,7 +15,7 @@ struct Dims {
 };
 struct Inputs {
   View x;               // (T, G)
-  View weight;          // (G, W): the published [G, 1, W]
+  View weight;          // (G, W), exact_type: the published [G, 1, W]
   View initial_window;  // (N, W-1, G): inputs before each document's first token, oldest first; absent: zeros
   Documents documents;
 };
@@ -28,11 +28,11 @@ struct OutputGrads {
 };
 struct Grads {
   View x;               // (T, G); overwritten
-  View weight;          // (G, W); added to
+  View weight;          // (G, W), exact_type; added to
   View initial_window;  // (N, W-1, G); overwritten; absent: not wanted
 };
 
-Costs costs(const Dims&, DType, Pass);
+Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&);                     // saves nothing:
 void backward(Context&, const Dims&, const Inputs&, const OutputGrads&, const Grads&);  // a is recomputed

@@ -2,6 +2,7 @@
 #include "ops/sigmoid_gate/op.h"
 
 #include "ops/sigmoid_gate/cpu.h"
+#include "ops/sigmoid_gate/cuda.h"
 
 namespace tessera::ops::sigmoid_gate {
 
@@ -19,6 +20,7 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) 
   check_view(out.y, dtype, shape, "sigmoid_gate y");
   OpScope op(ctx, "sigmoid_gate", Pass::forward, costs(d, dtype, Pass::forward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::forward(ctx.stream(), d, in, out);
   cpu::forward(d, in, out);
 }
 
@@ -32,6 +34,7 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const OutputGrads& 
   check_view(grads.w, dtype, shape, "sigmoid_gate dw");
   OpScope op(ctx, "sigmoid_gate", Pass::backward, costs(d, dtype, Pass::backward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::backward(ctx.stream(), d, in, dout, grads);
   cpu::backward(d, in, dout, grads);
 }
 

@@ -1,0 +1,13 @@
+#include "ops/experts/cuda.h"
+
+namespace tessera::ops::experts::cuda {
+
+void forward(GpuStream, const Dims&, const Inputs&, const Outputs&, const Saved&, const ForwardWorkspace&) {
+  gpu::require();
+}
+void backward(GpuStream, const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&,
+              const BackwardWorkspace&) {
+  gpu::require();
+}
+
+}  // namespace tessera::ops::experts::cuda

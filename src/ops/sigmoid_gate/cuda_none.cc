@@ -1,0 +1,8 @@
+#include "ops/sigmoid_gate/cuda.h"
+
+namespace tessera::ops::sigmoid_gate::cuda {
+
+void forward(GpuStream, const Dims&, const Inputs&, const Outputs&) { gpu::require(); }
+void backward(GpuStream, const Dims&, const Inputs&, const OutputGrads&, const Grads&) { gpu::require(); }
+
+}  // namespace tessera::ops::sigmoid_gate::cuda
