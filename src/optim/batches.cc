@@ -75,8 +75,8 @@ BatchWorkspace allocate_batch_workspace(Arena& arena, std::span<const Batch> bat
           .next = arena.allocate(DType::bf16, {s.matrices}),
           .a = arena.allocate(DType::bf16, {s.squares}),
           .b = arena.allocate(DType::bf16, {s.squares}),
-          .sums = arena.allocate(DType::f64, {s.chunks}),
-          .squares = arena.allocate(DType::f64, {s.blocks}),
+          .sums = arena.allocate(DType::f64, {2 * s.chunks}),
+          .squares = arena.allocate(DType::f64, {2 * s.blocks}),
           .product = ops::gemm_workspace(arena)};
 }
 

@@ -34,7 +34,7 @@ std::vector<Batch> batches_of(std::span<const Slot>);  // of the slots with Rule
 struct BatchWorkspace {
   View x, next;        // matrices of the batch
   View a, b;           // (n, n) of each, n = min(rows, cols)
-  View sums, squares;  // of squares: of a chunk, of a block
+  View sums, squares;  // of squares: of each chunk, of each block; then the same for counts of chunks with a gradient
   View product;
 };
 BatchWorkspace allocate_batch_workspace(Arena&, std::span<const Batch>);

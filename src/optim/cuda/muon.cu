@@ -1,6 +1,6 @@
 // Muon on the GPU, a batch of equal blocks at a time. See muon.h for the formulas.
 //
-//   M = mu M + g and the sums of G^2        reads g and M, writes M: 12 bytes an element
+//   M = mu M + g, sums of G^2, is g zero?   reads g and M, writes M: 12 bytes an element
 //   X = G / ||G||, rounded to bf16          reads g and M again, writes X: 10; cheaper than keeping G in float32
 //   Newton-Schulz on X by cuBLASLt, as in newton_schulz.h but with c1 X added by the last product: on the diagonal of a
 //   bf16 B the constant 3.4445 would be rounded by up to 2^-8
@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   const Chunk chunk = chunk_of(pieces, blockIdx.x);
   const Piece& p = pieces.piece[chunk.piece];
   double sum = 0;
+  int busy = 0;
   for_eights(chunk, [&](int64_t i, int64_t left) {
     const int64_t at = chunk.begin + i;
     float g[8], m[8];
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(kThreads)
     load8(p.first + at, left, p.whole, m);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      busy |= g[j] != 0;
       m[j] = f.keep * m[j] + f.scale * g[j];
       const double value = f.direct * g[j] + f.through * m[j];
       sum += value * value;
@@ -47,7 +49,10 @@ __global__ void __launch_bounds__(kThreads)
     store8(p.first + at, left, p.whole, m);
   });
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+  busy = __syncthreads_or(busy);
+  if (threadIdx.x != 0) return;
+  sums[blockIdx.x] = sum;
+  sums[gridDim.x + blockIdx.x] = busy != 0;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -67,17 +72,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    apply_kernel(const __grid_constant__ Pieces pieces, float rate, const bf16* x) {
+    apply_kernel(const __grid_constant__ Pieces pieces, float rate, const double* busy_chunks, const bf16* x) {
   const Chunk chunk = chunk_of(pieces, blockIdx.x);
   const Piece& p = pieces.piece[chunk.piece];
-  const int64_t place = block_in_batch(p) * p.elements + chunk.offset;
+  const int64_t block = block_in_batch(p), place = block * p.elements + chunk.offset;
+  const float keep = p.decay_idle || busy_chunks[block] > 0 ? p.keep : 1.0f;
   for_eights(chunk, [&](int64_t i, int64_t left) {
     const int64_t at = chunk.begin + i;
     float update[8], w[8];
     load8(x + place + i, left, p.whole, update);
     load8(p.value + at, left, p.whole, w);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) w[j] = p.keep * w[j] - rate * update[j];
+    for (int j = 0; j < 8; ++j) w[j] = keep * w[j] - rate * update[j];
     store8(p.value + at, left, p.whole, w);
     if (p.copy != nullptr) store8(p.copy + at, left, p.whole, w);
   });
@@ -95,7 +101,8 @@ Pieces pieces_of(std::span<const Slot> slots, std::span<const Moments> moments, 
             .first = moments[run.slot].first.gpu<float>() + begin,
             .copy = s.copy.present() ? s.copy.gpu<bf16>() + begin : nullptr,
             .elements = elements,
-            .keep = static_cast<float>(1 - learning_rate * s.weight_decay)};
+            .keep = static_cast<float>(1 - learning_rate * s.weight_decay),
+            .decay_idle = s.decay_idle};
     p.whole = aligned(p.gradient) && aligned(p.value) && aligned(p.first) && aligned(p.copy) &&
               (batch.blocks == 1 || elements % 8 == 0);
     pieces.add(p, run.count);
@@ -165,12 +172,14 @@ void muon(GpuStream stream, std::span<const Slot> slots, std::span<const Moments
   const float keep = static_cast<float>(o.momentum), scale = static_cast<float>(gradient_scale);
   const Momentum f{keep, scale, o.nesterov ? scale : 0.0f, o.nesterov ? keep : 1.0f};
   launch(accumulate_kernel, pieces.chunks, kThreads, 0, stream)(pieces, f, w.sums.gpu<double>());
-  sum_rows(stream, w.sums.gpu<double>(), batch.blocks, chunks_of(batch.shape.elements()), w.squares.gpu<double>());
-  launch(normalise_kernel, pieces.chunks, kThreads, 0, stream)(pieces, f, w.squares.gpu<double>(), w.x.gpu<bf16>());
+  const int64_t chunks = chunks_of(batch.shape.elements());  // of a block
+  double* squares = w.squares.gpu<double>();
+  sum_rows(stream, w.sums.gpu<double>(), 2 * batch.blocks, chunks, squares);
+  launch(normalise_kernel, pieces.chunks, kThreads, 0, stream)(pieces, f, squares, w.x.gpu<bf16>());
   const View update = newton_schulz(stream, batch, o.newton_schulz_steps, w);
   const double longest = static_cast<double>(std::max(batch.shape.rows, batch.shape.cols));
   launch(apply_kernel, pieces.chunks, kThreads, 0, stream)(
-      pieces, static_cast<float>(learning_rate * 0.2 * std::sqrt(longest)), update.gpu<bf16>());
+      pieces, static_cast<float>(learning_rate * 0.2 * std::sqrt(longest)), squares + batch.blocks, update.gpu<bf16>());
 }
 
 }  // namespace tessera::optim::cuda

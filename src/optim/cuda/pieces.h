@@ -27,6 +27,7 @@ struct Piece {
   int64_t first_chunk = 0;  // counted from the first piece
   int64_t elements = 0;     // of a block
   float keep = 1;           // 1 - learning rate * weight decay
+  bool decay_idle = true;   // false: a block without gradient keeps its value
   bool whole = false;       // every chunk can be read eight elements at a time
 };
 
@@ -78,7 +79,7 @@ __device__ inline double block_sum(double x, double* shared) {
   return sum;
 }
 
-inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 32 == 0; }
+inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }  // for load8 and store8
 
 // `rows` sums of `count` neighbouring numbers each, in a fixed order.
 void sum_rows(GpuStream, const double* from, int64_t rows, int64_t count, double* to);
