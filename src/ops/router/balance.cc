@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <numeric>
 #include <vector>
 
@@ -67,6 +68,37 @@ void move_bias(const Dims& d, const BalanceOptions& options, Real* bias, const C
   report.moved = true;
 }
 
+// A view of the GPU in host memory, and back.
+class HostCopy {
+ public:
+  explicit HostCopy(const View& gpu) : gpu_(gpu), bytes_(static_cast<size_t>(gpu.bytes())) {
+    if (gpu_.present()) copy(gpu_, host());
+  }
+  View host() { return gpu_.present() ? View(bytes_.data(), gpu_.dtype(), gpu_.shape()) : View(); }
+  void put_back() {
+    if (gpu_.present()) copy(host(), gpu_);
+  }
+
+ private:
+  View gpu_;
+  std::vector<std::byte> bytes_;
+};
+
+// Once a step and layer: the integers pass through the host (2 MB at 896 experts), so that there is one solver.
+BalanceReport balance_on_host(const Dims& d, const BalanceOptions& options, const View& bias,
+                              const Counters& counters) {
+  HostCopy host_bias(bias), load(counters.load), weight(counters.weight), by_bias(counters.by_bias),
+      histogram(counters.histogram), tokens(counters.tokens);
+  const BalanceReport report = balance(d, options, host_bias.host(),
+                                       {.load = load.host(),
+                                        .weight = weight.host(),
+                                        .by_bias = by_bias.host(),
+                                        .histogram = histogram.host(),
+                                        .tokens = tokens.host()});
+  for (HostCopy* copied : {&host_bias, &load, &weight, &by_bias, &histogram, &tokens}) copied->put_back();
+  return report;
+}
+
 void report_loads(const Dims& d, const Counters& counters, double q, BalanceReport& report) {
   const int64_t* load = counters.load.as<int64_t>();
   const auto [min, max] = std::minmax_element(load, load + d.experts);
@@ -102,6 +134,7 @@ BalanceReport balance(const Dims& d, const BalanceOptions& options, const View& 
   if (bias.data() == nullptr) return {};  // a dry run
   check_dims(d);
   check_view(bias, bias.dtype(), {d.experts}, "router bias");
+  if (bias.memory() == Memory::gpu) return balance_on_host(d, options, bias, counters);
   BalanceReport report;
   const double tokens = static_cast<double>(*counters.tokens.as<int64_t>());
   const double q = tokens * static_cast<double>(d.top_k) / static_cast<double>(d.experts);
