@@ -346,6 +346,19 @@ __device__ void add_products(float (&c)[4], const uint32_t (&row)[2][4], const u
   mma_f16(c, second, column.z, column.w);
 }
 
+// Asks for the chunk's rows of z, k and q: the rounds that follow take 64 bytes of each row at a time.
+template <int D>
+__device__ void prefetch_rows(const Arguments& a, const Chunk& chunk, int head) {
+  constexpr int kLine = 64, kLines = (D + kLine - 1) / kLine;  // elements; of a row
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kLines; i += kThreads) {
+    const int row = i / kLines;
+    if (row >= chunk.rows) break;
+    const int64_t at = ((chunk.token + row) * a.heads + head) * D + i % kLines * kLine;
+    for (const bf16* x : {a.z + at, a.k + at, a.q + at}) prefetch(x);
+  }
+}
+
 template <int D, Gate kGate>
 __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_constant__ Arguments a) {
   __shared__ Shared s;
@@ -358,22 +371,28 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_const
   const bool real[2] = {kTile * l.warp + l.g < chunk.rows, kTile * l.warp + 8 + l.g < chunk.rows};
   const int64_t from = token * D + 8 * l.t, to = (item * kRows + kTile * l.warp + l.g) * D + 8 * l.t;
 
+  prefetch_rows<D>(a, chunk, head);
   Diagonal<kGate> diagonal;
   float kk[kTiles - 1][2][4] = {}, qk[kTiles - 1][2][4] = {};  // below the diagonal: [column tile][half of it]
 #pragma unroll 1
   for (int m = 0; m < D / 32; ++m) {
-    Rows k = {}, q = {};
-    float p[2][8] = {};
-    float bias[8];
-    load8(a.dt_bias + head * D + 32 * m + 8 * l.t, bias);
+    Rows z = {}, k = {}, q = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!real[r]) continue;
-      load8(a.z + from + r * step * D + 32 * m, p[r]);
+      load_pairs(a.z + from + r * step * D + 32 * m, z[r]);
       load_pairs(a.k + from + r * step * D + 32 * m, k[r]);
       load_pairs(a.q + from + r * step * D + 32 * m, q[r]);
+    }
+    float bias[8], p[2][8];
+    load8(a.dt_bias + head * D + 32 * m + 8 * l.t, bias);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) p[r][c] = log2_gate<kGate>(p[r][c] + bias[c], rate, a.lower_bound);
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        p[r][c] = log2_gate<kGate>(element(z[r], c) + bias[c], rate, a.lower_bound);
+        if (!real[r]) p[r][c] = 0;
+      }
     }
     Decayed d;
     decay_rows(p, k, q, a.lower_bound, l, d, diagonal);
@@ -386,26 +405,30 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_const
     if (l.g == 0) store8(&s.totals[m % 2][l.warp][8 * l.t], d.total);
     __syncthreads();  // two rounds share memory alternately: one barrier a round is enough
 
-    float before[8] = {},
-          after[8] = {};  // sums of gates: over the tiles between, in the end over all before; and after
+    // Sums of gates: `before`, over the tiles between, in the end over all before; `after`, over all after.
+    float before[8] = {}, after[8] = {};
 #pragma unroll
     for (int j = kTiles - 2; j >= 0; --j) {
       if (j >= l.warp) continue;
-      float between[8], total[8];
+      uint4 columns[2] = {s.columns[m % 2][j][0][l.lane], s.columns[m % 2][j][1][l.lane]};
+      if (j + 1 < l.warp) {
+        float between[8];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) between[c] = exp2_fast(before[c]);
+        for (int c = 0; c < 8; ++c) between[c] = exp2_fast(before[c]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          columns[n].x = times(columns[n].x, between[0], between[1]);
+          columns[n].y = times(columns[n].y, between[2], between[3]);
+          columns[n].z = times(columns[n].z, between[4], between[5]);
+          columns[n].w = times(columns[n].w, between[6], between[7]);
+        }
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        uint4 b = s.columns[m % 2][j][n][l.lane];
-        if (j + 1 < l.warp) {
-          b.x = times(b.x, between[0], between[1]);
-          b.y = times(b.y, between[2], between[3]);
-          b.z = times(b.z, between[4], between[5]);
-          b.w = times(b.w, between[6], between[7]);
-        }
-        add_products(kk[j][n], d.k_row, b);
-        add_products(qk[j][n], d.q_row, b);
+        add_products(kk[j][n], d.k_row, columns[n]);
+        add_products(qk[j][n], d.q_row, columns[n]);
       }
+      float total[8];
       load8(&s.totals[m % 2][j][8 * l.t], total);
 #pragma unroll
       for (int c = 0; c < 8; ++c) before[c] += total[c];
