@@ -14,6 +14,7 @@
 #include "ops/router/cases.h"
 #include "ops/short_conv/cases.h"
 #include "ops/sigmoid_gate/cases.h"
+#include "optim/cuda_check.h"
 
 namespace tessera::selfcheck {
 
@@ -54,6 +55,8 @@ std::vector<check::Result> run(const std::string& only, Device device,
       add(device == Device::cuda ? check_model_cuda(config) : check_model(config));
     }
   }
+  if (device == Device::cuda && (only.empty() || only == "optimizer")) add(optim::check_cuda());
+  if (device == Device::cuda) known += "optimizer, ";
   if (all.empty()) fail_user("no op named '{}' to check; known: {}model", only, known);
   return all;
 }
