@@ -112,11 +112,18 @@ check::Case make_decode(HeadShape s, int64_t rank, const std::vector<int64_t>& l
 }
 
 check::SpeedCase make_speed(HeadShape s, int64_t documents, int64_t length) {
+  constexpr int64_t kPeriod = 1000003;  // values of a tensor: its size may be more than a host should draw
   const std::vector<int64_t> offsets = offsets_of(std::vector<int64_t>(size_t(documents), length));
   const Dims d = dims_of(s, offsets);
   return {
       .name = fmt::format("T {} of {} H {} {}/{}/{}", d.tokens, length, d.heads, d.nope_dim, d.rope_dim, d.value_dim),
-      .inputs = [=] { return inputs(d, 1.0); },
+      .inputs =
+          [=] {
+            return std::vector<Tensor>{
+                check::periodic_tensor("q", {d.tokens, d.heads, d.key_dim()}, kPeriod),
+                check::periodic_tensor("kv", {d.tokens, d.heads, d.nope_dim + d.value_dim}, kPeriod),
+                check::periodic_tensor("k_shared", {d.tokens, d.rope_dim}, kPeriod)};
+          },
       .output_shapes = {{d.tokens, d.heads, d.value_dim}},
       .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); }};
 }
@@ -146,7 +153,8 @@ const check::OpTable& table() {
                      make_case({2, 64, 32, 64}, {200, 130}), make_case({1, 24, 16, 24}, {500}, 4.0),
                      make_decode({16, 128, 64, 128}, 512, {1, 600, 31}), make_decode({24, 32, 16, 32}, 64, {257, 700}),
                      make_decode({70, 16, 8, 16}, 40, {290}),
-                     make_decode({2, 8, 8, 8}, 16, std::vector<int64_t>(70, 40))}};
+                     make_decode({2, 8, 8, 8}, 16, std::vector<int64_t>(70, 40))},
+      .cuda_speed = {make_speed({16, 128, 64, 128}, 1, 32768), make_speed({16, 128, 64, 128}, 8, 4096)}};
   return t;
 }
 
