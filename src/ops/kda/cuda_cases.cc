@@ -1,6 +1,5 @@
 #include "ops/kda/cuda_cases.h"
 
-#include <cstring>
 #include <functional>
 
 #include "ops/kda/cuda.h"
