@@ -169,7 +169,7 @@ TEST_F(BadInput, RunFile) {
       {"step that is no multiple",
        train({"--train.tokens_per_step", "1000"}),
        {"train.tokens_per_step is 1000", "896"}},
-      {"device that is not here", train({"--run.device", "cuda"}), {"run.device is \"cuda\"", "use \"cpu\""}},
+      {"device that is not here", train({"--run.device", "cuda"}), {"device \"cuda\"", "set device = \"cpu\""}},
       {"device that is none", train({"--run.device", "tpu"}), {"run.device", "tpu", "\"cpu\", \"cuda\""}},
       {"warm-up longer than the run", train({"--train.steps", "3"}), {"warm-up of 4 steps", "optim.warmup_steps"}},
       {"quantile balancing with expert groups",

@@ -57,8 +57,9 @@ MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const
     return std::max(step, plan.static_bytes + largest);
   };
   plan.planned_peak = peak(routers, training, evaluation);
-  Routers climbed = routers;
-  if (config.guard.on) std::ranges::transform(climbed, climbed.begin(), with_every_rung);
+  // From the run's own options: rungs that were climbed before are among them.
+  const Routers climbed =
+      config.guard.on ? Routers(routers.size(), with_every_rung({.balance = config.balance})) : routers;
   if (config.device == Device::cuda) {
     plan.capacity = peak(climbed, training, evaluation);
     return plan;

@@ -84,7 +84,7 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
   o.add("guard.escalate", &guard.escalate,
         "answer each alarm of a layer in turn by centred bins, finer bins, a router z-loss, re-initialised cold "
-        "experts, and at last by stopping the run; off: only report alarms");
+        "experts, and at last by stopping the run; off, and on a GPU: only report alarms");
   o.add("guard.audit", &guard.audit, "steps between full records of every expert in metrics.jsonl", at_least(1));
 
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
@@ -129,7 +129,7 @@ optim::Schedule RunConfig::schedule() const {
 GuardOptions RunConfig::guard_options() const {
   return {.on = guard.on,
           .revive = guard.revive,
-          .escalate = guard.escalate,
+          .escalate = guard.escalate && device == Device::cpu,
           .window = guard.window,
           .grace = guard.grace,
           .audit = guard.audit,

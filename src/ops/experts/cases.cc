@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "core/philox.h"
+#include "ops/experts/cuda.h"
 #include "ops/experts/reference.h"
 
 namespace tessera::ops::experts {
@@ -15,6 +16,10 @@ using check::Tensor;
 constexpr glu::Activation kSitu{.kind = glu::Kind::situ};
 constexpr glu::Activation kSwiGlu{.kind = glu::Kind::swiglu};
 
+Grads grads_of(const check::Run& r) {
+  return {r.d_inputs[0], r.d_inputs[2], r.d_inputs[3], r.d_inputs[4], r.d_inputs[5]};
+}
+
 void run(const Dims& d, const check::Run& r) {
   const bool backward_too = !r.d_outputs.empty();
   Saved saved;
@@ -24,8 +29,7 @@ void run(const Dims& d, const check::Run& r) {
   squares.zero();
   forward(r.context, d, in, {r.outputs[0], squares}, backward_too ? &saved : nullptr);
   if (!backward_too) return;
-  backward(r.context, d, in, saved, {r.d_outputs[0]},
-           {r.d_inputs[0], r.d_inputs[2], r.d_inputs[3], r.d_inputs[4], r.d_inputs[5]});
+  backward(r.context, d, in, saved, {r.d_outputs[0]}, grads_of(r));
 }
 
 std::string name_of(const Dims& d, Routing routing) {
@@ -57,6 +61,32 @@ check::SpeedCase make_speed(Dims d, Routing routing = Routing::spread) {
           .inputs = [=] { return make_inputs(d, routing); },
           .output_shapes = {{d.tokens, d.width}},
           .run = [=](const check::Run& r) { run(d, r); }};
+}
+
+// The grouped products without what moves rows around them.
+void run_products(const Dims& d, const check::Run& r) {
+  constexpr int kTimes = 8;
+  const DType dtype = r.inputs[0].dtype();
+  const Inputs in = inputs_of(r);
+  const int64_t flops = kTimes * 6 * d.tokens * d.top_k * d.width * d.hidden;
+  const Saved saved = cuda::allocate_saved(r.context.arena, d, dtype);
+  {
+    OpScope op(r.context, "experts_products", Pass::forward, {.gemm_flops = flops});
+    const auto workspace = cuda::allocate_forward(r.context.arena, d, dtype);
+    if (!r.context.dry()) cuda::repeat_forward_products(r.context.stream(), d, in, saved, workspace, kTimes);
+  }
+  if (r.d_outputs.empty()) return;
+  OpScope op(r.context, "experts_products", Pass::backward, {.gemm_flops = 2 * flops});
+  const auto workspace = cuda::allocate_backward(r.context.arena, d, dtype);
+  if (r.context.dry()) return;
+  cuda::repeat_backward_products(r.context.stream(), d, in, saved, {r.d_outputs[0]}, grads_of(r), workspace, kTimes);
+}
+
+check::SpeedCase make_products_speed(Dims d, Routing routing) {
+  check::SpeedCase c = make_speed(d, routing);
+  c.name = "products alone, 8 times: " + c.name;
+  c.run = [=](const check::Run& r) { run_products(d, r); };
+  return c;
 }
 
 }  // namespace
@@ -131,7 +161,8 @@ const check::OpTable& table() {
                      make_case({300, 5, 3, 512, 256, kSitu}, Routing::half_used),
                      make_case({2200, 8, 2, 264, 520, kSitu}, Routing::skewed), make_case({64, 200, 4, 16, 32, kSitu}),
                      make_case({3000, 7, 3, 8, 16, kSitu}, Routing::half_used)},
-      .cuda_speed = {make_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed)}};
+      .cuda_speed = {make_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed),
+                     make_products_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed)}};
   return t;
 }
 

@@ -28,4 +28,10 @@ void forward(GpuStream, const Dims&, const Inputs&, const Outputs&, const Saved&
 void backward(GpuStream, const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&,
               const BackwardWorkspace&);
 
+// The products alone, `times` in a row, for benchmarks: forward's, or backward's on what forward left. Values are of a
+// real run's size; sort and gather are done once.
+void repeat_forward_products(GpuStream, const Dims&, const Inputs&, const Saved&, const ForwardWorkspace&, int times);
+void repeat_backward_products(GpuStream, const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&,
+                              const BackwardWorkspace&, int times);
+
 }  // namespace tessera::ops::experts::cuda

@@ -10,4 +10,12 @@ void backward(GpuStream, const Dims&, const Inputs&, const Saved&, const OutputG
   gpu::require();
 }
 
+void repeat_forward_products(GpuStream, const Dims&, const Inputs&, const Saved&, const ForwardWorkspace&, int) {
+  gpu::require();
+}
+void repeat_backward_products(GpuStream, const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&,
+                              const BackwardWorkspace&, int) {
+  gpu::require();
+}
+
 }  // namespace tessera::ops::experts::cuda

@@ -4,6 +4,7 @@
 #include "core/parallel.h"
 #include "ops/kda/cpu.h"
 #include "ops/kda/cuda.h"
+#include "ops/kda/cuda_backward.h"
 
 namespace tessera::ops::kda {
 namespace {
@@ -126,7 +127,8 @@ Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, D
           .bytes_moved = (inputs + rows * d.value_dim + (forward ? 0 : inputs + inverse + states)) * element,
           .saved_bytes = forward ? Arena::aligned(inverse * element) + Arena::aligned(states * element) : 0};
   if (cuda) {
-    c.workspace_bytes = cuda::workspace_bytes(d, cuda::plan(d, documents));
+    const cuda::Plan plan = cuda::plan(d, documents);
+    c.workspace_bytes = cuda::workspace_bytes(d, plan) + (forward ? 0 : cuda::backward_workspace_bytes(d, plan));
   } else {
     const int64_t scratch =
         thread_count() * (forward ? cpu::forward_scratch(d, dtype) : cpu::backward_scratch(d, dtype));
@@ -171,7 +173,13 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const Saved& saved,
   check_saved(ctx, d, saved, chunk_count(in.documents, d.chunk), dtype);
   check_grads(d, in, dout, grads, dtype);
   OpScope op(ctx, "kda", Pass::backward, costs(d, in.documents, dtype, Pass::backward, ctx.back_end()));
-  TESSERA_CHECK(ctx.back_end() == Device::cpu, "kda has no backward on the GPU");
+  if (ctx.back_end() == Device::cuda) {
+    const cuda::Plan plan = cuda::plan(d, in.documents);
+    const cuda::Workspace workspace = cuda::allocate_workspace(ctx.arena, d, plan);
+    const cuda::BackwardWorkspace more = cuda::allocate_backward_workspace(ctx.arena, d, plan);
+    if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, dout, grads, plan, workspace, more);
+    return;
+  }
   const View scratch = ctx.arena.allocate(dtype, {thread_count(), cpu::backward_scratch(d, dtype)});
   const View partials = ctx.arena.allocate(dtype, {cpu::part_count(d.tokens), d.value_heads, cpu::partial_width(d)});
   const View parts = allocate_parts(ctx, d);

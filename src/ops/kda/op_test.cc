@@ -1,4 +1,5 @@
 // The table, every length that the spec lists, packs, and what the op states and refuses.
+#include <array>
 #include <numeric>
 
 #include "core/parallel.h"
@@ -152,20 +153,33 @@ TEST(Kda, DryRunForAGpu) {
     inputs.documents = {offsets};
     Saved saved = allocate_saved(ctx, p.dims, inputs.documents, DType::bf16);
     EXPECT_FALSE(saved.inverse.present() || saved.states.present());
+    const Grads grads{in[0], in[1], in[2], in[3], in[4], in[6], in[5], in[7]};
     const int64_t before = arena.used();
-    forward(ctx, p.dims, inputs, {out[0], out[1]}, &saved);
-    EXPECT_EQ(arena.used(), before);
-    const Costs total = ledger.total();
-    EXPECT_EQ(arena.peak() - before, total.workspace_bytes) << p.name();
-    EXPECT_EQ(total.saved_bytes, 0);
-    return total.workspace_bytes;
+    std::array<int64_t, 2> taken;
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      arena.reset_peak();
+      ledger.clear();
+      if (pass == Pass::forward) {
+        forward(ctx, p.dims, inputs, {out[0], out[1]}, &saved);
+      } else {
+        backward(ctx, p.dims, inputs, saved, {out[0], out[1]}, grads);
+      }
+      EXPECT_EQ(arena.used(), before);
+      const Costs total = ledger.total();
+      taken[size_t(pass)] = total.workspace_bytes;
+      EXPECT_EQ(arena.peak() - before, total.workspace_bytes) << p.name();
+      EXPECT_EQ(total.saved_bytes, 0);
+    }
+    return taken;
   };
   const auto planned = [](std::vector<int64_t> lengths, int64_t heads, int64_t dim) {
     return changed(make_problem(std::move(lengths), heads, dim, dim, 16), [](Problem& p) { p.distinct_rows = 1; });
   };
   run(planned({65, 0, 1}, 2, 32));
   run(planned({3 * cuda::kSegment * cuda::kChunk}, 2, 64));
-  EXPECT_LT(run(planned({8192}, 96, 128)), int64_t{1} << 30);
+  const auto [of_forward, of_backward] = run(planned({8192}, 96, 128));
+  EXPECT_LT(of_forward, int64_t{1} << 30);
+  EXPECT_LT(of_backward, int64_t{2} << 30);
   const auto refused = [&](const Problem& p) { EXPECT_THROW(run(p), UserError) << p.name(); };
   refused(make_problem({5}, 2, 16, 16, 64));
   refused(make_problem({5}, 2, 64, 32, 64));

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "core/host_copy.h"
 #include "ops/router/bins.h"
 #include "ops/router/scores.h"
 
@@ -65,6 +66,29 @@ void move_bias(const Dims& d, const BalanceOptions& options, Real* bias, const C
     bias[j] = moved;
   }
   report.moved = true;
+}
+
+// Once a step and layer: the integers pass through the host (2 MB at 896 experts), so that there is one solver.
+BalanceReport balance_on_host(const Dims& d, const BalanceOptions& options, const View& bias, const Counters& c) {
+  const HostCopy host_bias(bias), load(c.load), weight(c.weight), by_bias(c.by_bias), tokens(c.tokens),
+      invalid(c.invalid), histogram(c.histogram), pending_load(c.pending_load), pending_tokens(c.pending_tokens);
+  const BalanceReport report = balance(d, options, host_bias.view(),
+                                       {.load = load.view(),
+                                        .weight = weight.view(),
+                                        .by_bias = by_bias.view(),
+                                        .tokens = tokens.view(),
+                                        .invalid = invalid.view(),
+                                        .output_squares = {},
+                                        .histogram = histogram.view(),
+                                        .pending_load = pending_load.view(),
+                                        .pending_tokens = pending_tokens.view(),
+                                        .room = {}});
+  for (const HostCopy* copied :
+       {&host_bias, &load, &weight, &by_bias, &tokens, &invalid, &histogram, &pending_load, &pending_tokens}) {
+    copied->put_back();
+  }
+  if (c.output_squares.present()) c.output_squares.zero();
+  return report;
 }
 
 void report_loads(const Dims& d, const Counters& counters, double q, BalanceReport& report) {
@@ -142,6 +166,7 @@ BalanceReport balance(const Dims& d, const BalanceOptions& options, const View& 
   if (bias.data() == nullptr) return {};  // a dry run
   check_dims(d);
   check_view(bias, bias.dtype(), {d.experts}, "router bias");
+  if (bias.memory() == Memory::gpu) return balance_on_host(d, options, bias, counters);
   BalanceReport report;
   add_to_pending(d, counters);
   clear_step(counters);

@@ -1,5 +1,5 @@
 // What a chunk of 64 tokens of one head has by itself: its decayed keys and queries, P, and M = (I + A)^{-1}
-// (attention.md 3.2 to 3.4). Reads q, k, z once and writes 5 tiles: bound by memory, about 70 KB a chunk at K = 128.
+// (attention.md 3.2 to 3.4). Bound by memory: q, k, z are read once and five tiles written, at K = 128 48 KB and 64 KB.
 //
 // A warp owns a tile of 16 rows; lane 4 g + t has rows g and g + 8, and of every 32 channels the 8 that begin at 8 t.
 // As the order of a contraction is free, these are fragments of both operands: no value is moved to be multiplied.
@@ -12,21 +12,19 @@
 //     blocks by y_{i,d} = alpha_i y_{i-1,d-1} (y_{i,0} = k_i, so y_{i,d} = k_{i-d} e^{G_i - G_{i-d}}): running products
 //
 // Anchors are boundaries before the row or constants, so no bit of a row depends on later rows. The triangle is
-// selected after the products. M: each diagonal tile by substitution, a lane a column; then column by column of tiles,
-// M_IJ = -M_II sum_K A_IK M_KJ, transposed, so that accumulators are the next operands, in TF32 split in three.
+// selected after the products.
 #include "ops/kda/cuda.h"
 #include "ops/kda/cuda/gate.cuh"
+#include "ops/kda/cuda/inverse.cuh"
 #include "ops/kda/cuda/tiles.cuh"
 
 namespace tessera::ops::kda::cuda {
 namespace {
 
 using namespace tessera::cuda;
+using namespace chunk_inverse;
 
-constexpr int kRows = kChunk, kTile = 16, kTiles = kRows / kTile, kThreads = 32 * kTiles;
-// Elements from row to row of a square in shared memory: rows lie 8 (f32) or 4 (FP16) banks apart, and no two lanes of
-// a fragment meet in a bank.
-constexpr int kPitch = kRows + 8;
+constexpr int kThreads = 32 * kTiles;
 
 struct Arguments {
   const Chunk* chunks;
@@ -39,16 +37,11 @@ struct Arguments {
 };
 
 struct Shared {
-  alignas(16) float lower[kRows][kPitch];  // A below the diagonal tiles; in them A, then M
-  alignas(16) half p[kRows][kPitch];
-  alignas(16) half inverse[kRows][kPitch];
+  alignas(16) Square<float> lower;  // A below the diagonal tiles; in them A, then M
+  alignas(16) Square<half> p;
+  alignas(16) Square<half> inverse;
   uint4 columns[2][kTiles][2][32];  // k e^{total - p} of 32 channels: [of two rounds][tile][row g or g + 8][lane]
   float totals[2][kTiles][32];      // sums of gates over a tile
-};
-
-struct Lane {
-  int warp, lane, g, t;
-  __device__ Lane() : warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4) {}
 };
 
 // Two rows by eight channels in pairs of bf16, as a lane owns them.
@@ -233,93 +226,8 @@ __device__ void write_diagonal(Shared& s, const Lane& l, const Diagonal<Gate::un
   }
 }
 
-// A diagonal tile of A becomes M of it: rows of M = I - A M, each from the rows above, a lane a column.
-__device__ void invert_tile(float* tile, int lane) {
-  const int column = lane % kTile;
-  float m[kTile];
-#pragma unroll
-  for (int i = 0; i < kTile; ++i) {
-    float sum = i == column ? 1.0f : 0.0f;
-#pragma unroll
-    for (int j = 0; j < i; j += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(tile + i * kPitch + j);
-      sum -= a.x * m[j];
-      if (j + 1 < i) sum -= a.y * m[j + 1];
-      if (j + 2 < i) sum -= a.z * m[j + 2];
-      if (j + 3 < i) sum -= a.w * m[j + 3];
-    }
-    m[i] = sum;
-  }
-  __syncwarp();
-  if (lane >= kTile) return;
-#pragma unroll
-  for (int i = 0; i < kTile; ++i) tile[i * kPitch + column] = m[i];
-}
-
-__device__ void split(float x, uint32_t& high, uint32_t& low) {
-  high = tf32(x);
-  low = tf32(x - __uint_as_float(high));
-}
-
-// c += a b^T of 16 x 16 tiles: a two accumulator tiles of neighbouring columns, b in shared memory. To about 21 bits.
-__device__ void multiply_tile(float (&c)[2][4], const float (&a)[2][4], const float* b, const Lane& l) {
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    uint32_t high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      constexpr int kOrder[4] = {0, 2, 1, 3};  // as tf32_fragment
-      split(a[k][kOrder[i]], high[i], low[i]);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 pair = *reinterpret_cast<const float2*>(b + (8 * n + l.g) * kPitch + 8 * k + 2 * l.t);
-      uint32_t high0, low0, high1, low1;
-      split(pair.x, high0, low0);
-      split(pair.y, high1, low1);
-      mma_tf32(c[n], low, high0, high1);
-      mma_tf32(c[n], high, low0, low1);
-      mma_tf32(c[n], high, high0, high1);
-    }
-  }
-}
-
-// Column `warp` of tiles of M. m[I] is M_IJ transposed: rows are columns of J, columns rows of I.
-__device__ void invert_column(Shared& s, const Lane& l) {
-  float m[kTiles][2][4];
-  const int column = kTile * l.warp + l.g;
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int row = kTile * i + 8 * n + 2 * l.t;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) m[i][n][e] = i == l.warp ? s.lower[row + e % 2][column + e / 2 * 8] : 0.0f;
-    }
-    if (i > l.warp) {
-      float sum[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < i; ++k) {
-        if (k >= l.warp) multiply_tile(sum, m[k], &s.lower[kTile * i][kTile * k], l);
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[n][e] = -sum[n][e];
-      }
-      multiply_tile(m[i], sum, &s.lower[kTile * i][kTile * i], l);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int row = kTile * i + 8 * n + 2 * l.t;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s.inverse[row + e % 2][column + e / 2 * 8] = __float2half_rn(m[i][n][e]);
-    }
-  }
-}
-
 // A square of shared memory to 64 x 64 of global memory.
-__device__ void write_square(const half (&from)[kRows][kPitch], half* to) {
+__device__ void write_square(const Square<half>& from, half* to) {
 #pragma unroll
   for (int u = threadIdx.x; u < kRows * kRows / 8; u += kThreads) {
     reinterpret_cast<uint4*>(to)[u] = *reinterpret_cast<const uint4*>(&from[u / 8][u % 8 * 8]);
@@ -346,6 +254,19 @@ __device__ void add_products(float (&c)[4], const uint32_t (&row)[2][4], const u
   mma_f16(c, second, column.z, column.w);
 }
 
+// Asks for the chunk's rows of z, k and q: the rounds that follow take 64 bytes of each row at a time.
+template <int D>
+__device__ void prefetch_rows(const Arguments& a, const Chunk& chunk, int head) {
+  constexpr int kLine = 64, kLines = (D + kLine - 1) / kLine;  // elements; of a row
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kLines; i += kThreads) {
+    const int row = i / kLines;
+    if (row >= chunk.rows) break;
+    const int64_t at = ((chunk.token + row) * a.heads + head) * D + i % kLines * kLine;
+    for (const bf16* x : {a.z + at, a.k + at, a.q + at}) prefetch(x);
+  }
+}
+
 template <int D, Gate kGate>
 __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_constant__ Arguments a) {
   __shared__ Shared s;
@@ -358,22 +279,28 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_const
   const bool real[2] = {kTile * l.warp + l.g < chunk.rows, kTile * l.warp + 8 + l.g < chunk.rows};
   const int64_t from = token * D + 8 * l.t, to = (item * kRows + kTile * l.warp + l.g) * D + 8 * l.t;
 
+  prefetch_rows<D>(a, chunk, head);
   Diagonal<kGate> diagonal;
   float kk[kTiles - 1][2][4] = {}, qk[kTiles - 1][2][4] = {};  // below the diagonal: [column tile][half of it]
 #pragma unroll 1
   for (int m = 0; m < D / 32; ++m) {
-    Rows k = {}, q = {};
-    float p[2][8] = {};
-    float bias[8];
-    load8(a.dt_bias + head * D + 32 * m + 8 * l.t, bias);
+    Rows z = {}, k = {}, q = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!real[r]) continue;
-      load8(a.z + from + r * step * D + 32 * m, p[r]);
+      load_pairs(a.z + from + r * step * D + 32 * m, z[r]);
       load_pairs(a.k + from + r * step * D + 32 * m, k[r]);
       load_pairs(a.q + from + r * step * D + 32 * m, q[r]);
+    }
+    float bias[8], p[2][8];
+    load8(a.dt_bias + head * D + 32 * m + 8 * l.t, bias);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) p[r][c] = log2_gate<kGate>(p[r][c] + bias[c], rate, a.lower_bound);
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        p[r][c] = log2_gate<kGate>(element(z[r], c) + bias[c], rate, a.lower_bound);
+        if (!real[r]) p[r][c] = 0;
+      }
     }
     Decayed d;
     decay_rows(p, k, q, a.lower_bound, l, d, diagonal);
@@ -386,26 +313,30 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_const
     if (l.g == 0) store8(&s.totals[m % 2][l.warp][8 * l.t], d.total);
     __syncthreads();  // two rounds share memory alternately: one barrier a round is enough
 
-    float before[8] = {},
-          after[8] = {};  // sums of gates: over the tiles between, in the end over all before; and after
+    // Sums of gates: `before`, over the tiles between, in the end over all before; `after`, over all after.
+    float before[8] = {}, after[8] = {};
 #pragma unroll
     for (int j = kTiles - 2; j >= 0; --j) {
       if (j >= l.warp) continue;
-      float between[8], total[8];
+      uint4 columns[2] = {s.columns[m % 2][j][0][l.lane], s.columns[m % 2][j][1][l.lane]};
+      if (j + 1 < l.warp) {
+        float between[8];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) between[c] = exp2_fast(before[c]);
+        for (int c = 0; c < 8; ++c) between[c] = exp2_fast(before[c]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          columns[n].x = times(columns[n].x, between[0], between[1]);
+          columns[n].y = times(columns[n].y, between[2], between[3]);
+          columns[n].z = times(columns[n].z, between[4], between[5]);
+          columns[n].w = times(columns[n].w, between[6], between[7]);
+        }
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        uint4 b = s.columns[m % 2][j][n][l.lane];
-        if (j + 1 < l.warp) {
-          b.x = times(b.x, between[0], between[1]);
-          b.y = times(b.y, between[2], between[3]);
-          b.z = times(b.z, between[4], between[5]);
-          b.w = times(b.w, between[6], between[7]);
-        }
-        add_products(kk[j][n], d.k_row, b);
-        add_products(qk[j][n], d.q_row, b);
+        add_products(kk[j][n], d.k_row, columns[n]);
+        add_products(qk[j][n], d.q_row, columns[n]);
       }
+      float total[8];
       load8(&s.totals[m % 2][j][8 * l.t], total);
 #pragma unroll
       for (int c = 0; c < 8; ++c) before[c] += total[c];
@@ -464,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_const
   __syncwarp();
   invert_tile(&s.lower[kTile * l.warp][kTile * l.warp], l.lane);
   __syncthreads();
-  invert_column(s, l);
+  invert_column(s.lower, s.inverse, l);
   __syncthreads();
   write_square(s.p, a.p + item * kRows * kRows);
   write_square(s.inverse, a.inverse + item * kRows * kRows);

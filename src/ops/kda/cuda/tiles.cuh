@@ -82,6 +82,9 @@ __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Asks for a line of global memory, to be in the L2 cache when it is loaded.
+__device__ inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // kRows rows of 8 kUnits elements, contiguous in global memory, by a block of kThreads threads.
 template <int kRows, int kUnits, int kThreads>
 __device__ void copy_tile_async(uint32_t to, const void* from) {

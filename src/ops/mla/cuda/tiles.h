@@ -35,14 +35,15 @@ struct Arguments {
 };
 
 inline Arguments arguments(const Dims& d, const Inputs& in) {
-  Arguments a{.documents = in.documents.count(),
-              .tokens = d.tokens,
-              .heads = d.heads,
-              .nope_dim = static_cast<int>(d.nope_dim),
-              .rope_dim = static_cast<int>(d.rope_dim),
-              .value_dim = static_cast<int>(d.value_dim),
-              .scale = static_cast<float>(d.logit_scale()),
-              .whole = d.nope_dim % 8 == 0 && d.rope_dim % 8 == 0 && eights(in.q, in.kv, in.k_shared)};
+  Arguments a{
+      .documents = in.documents.count(),
+      .tokens = d.tokens,
+      .heads = d.heads,
+      .nope_dim = static_cast<int>(d.nope_dim),
+      .rope_dim = static_cast<int>(d.rope_dim),
+      .value_dim = static_cast<int>(d.value_dim),
+      .scale = static_cast<float>(d.logit_scale()),
+      .whole = d.nope_dim % 8 == 0 && d.rope_dim % 8 == 0 && d.value_dim % 8 == 0 && eights(in.q, in.kv, in.k_shared)};
   a.offsets = in.documents.gpu_offsets;
   a.q = in.q.gpu<bf16>(), a.kv = in.kv.gpu<bf16>(), a.k_shared = in.k_shared.gpu<bf16>();
   a.shared_stride = in.k_shared.row_stride();

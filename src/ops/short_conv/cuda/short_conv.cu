@@ -162,7 +162,7 @@ __device__ float convolve(const float (&w)[W][kOwn], const float (&rows)[W][kOwn
 
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<T> a) {
-  __shared__ alignas(16) float taps[W][kTile];
+  alignas(16) __shared__ float taps[W][kTile];
   const int64_t first_channel = blockIdx.x % a.tiles * kTile, channel = first_channel + threadIdx.x % 32 * kOwn;
   stage_taps<W>(a, first_channel, taps);
   const int64_t first = (blockIdx.x / a.tiles * kWarps + threadIdx.x / 32) * kStrip;
@@ -293,7 +293,7 @@ __device__ void backward_part(const Arguments<T>& a, int64_t n, int64_t from, in
 
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 && W <= 4 ? 2 : 1) backward_kernel(Arguments<T> a) {
-  __shared__ alignas(16) float taps[W][kTile];
+  alignas(16) __shared__ float taps[W][kTile];
   const int64_t first_channel = blockIdx.x % a.tiles * kTile, partial = blockIdx.x / a.tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t channel = first_channel + lane * kOwn;
