@@ -169,7 +169,7 @@ TEST_F(BadInput, RunFile) {
       {"step that is no multiple",
        train({"--train.tokens_per_step", "1000"}),
        {"train.tokens_per_step is 1000", "896"}},
-      {"device that is not here", train({"--run.device", "cuda"}), {"run.device is \"cuda\"", "use \"cpu\""}},
+      {"device that is not here", train({"--run.device", "cuda"}), {"device \"cuda\"", "set device = \"cpu\""}},
       {"device that is none", train({"--run.device", "tpu"}), {"run.device", "tpu", "\"cpu\", \"cuda\""}},
       {"warm-up longer than the run", train({"--train.steps", "3"}), {"warm-up of 4 steps", "optim.warmup_steps"}},
       {"quantile balancing with expert groups",
@@ -387,6 +387,16 @@ TEST_F(BadInput, Import) {
     write_file(path(name), c.dump());
     return Words{"ckpt", "import", path(name)};
   };
+  const json published = json::parse(read_file(source_path("tests/data/kimi-linear-config.json")));
+  const auto with_kda_layers = [&](const std::string& name, int64_t from, int64_t to) {
+    json c = published;
+    for (json& layer : c["linear_attn_config"]["kda_layers"]) layer = layer == from ? to : layer.get<int64_t>();
+    write_file(path(name), c.dump());
+    return Words{"ckpt", "import", path(name)};
+  };
+  const auto with_mlps = [&](const std::string& name, const std::vector<std::string>& kinds) {
+    return changed(name, {{"mlp_layer_types", kinds}});
+  };
   write_changed_weights(path("changed.safetensors"));
   write_file(path("text.safetensors"), "this is no safetensors file");
   write_file(path("broken.json"), "{");
@@ -405,6 +415,15 @@ TEST_F(BadInput, Import) {
       {"name of another kind", changed("name.json", {{"model_type", 3}}), {"\"model_type\"", "3"}},
       {"number out of range", changed("negative.json", {{"hidden_size", -3}}), {"\"hidden_size\" is -3", "from 1"}},
       {"experts out of range", changed("topk.json", {{"num_experts_per_token", 9}}), {"moe.top_k is 9"}},
+      {"layer in both lists",
+       with_kda_layers("both.json", 3, 4),
+       {"both.json", "name layer 4 twice", "in one of them"}},
+      {"layer that is not there", with_kda_layers("beyond.json", 3, 28), {"name layer 28", "from 1 to 27"}},
+      {"unknown MLP", with_mlps("moe.json", {"dense", "sparse", "moe", "sparse"}), {"3 is \"moe\"", "or \"sparse\""}},
+      {"MLP of too few layers", with_mlps("few.json", {"dense", "sparse"}), {"2 entries for 4 layers"}},
+      {"dense MLP among sparse ones",
+       with_mlps("mixed.json", {"dense", "sparse", "dense", "sparse"}),
+       {"layer 3 is dense after a sparse one", "begin with the dense"}},
       {"not JSON", {"ckpt", "import", path("broken.json")}, {"broken.json", "not a JSON object"}},
       {"no such file", {"ckpt", "import", path("nowhere.json")}, {"nowhere.json", "cannot open", "check the path"}},
       {"weights without a place", {"ckpt", "import", config, "--weights", path("changed.safetensors")}, {"--out"}},

@@ -36,10 +36,8 @@ TEST(Balance, SkewedRouterOfNanoReachesTheSamplingFloorInTwentySteps) {
   double first_max_vio = 0, max_vio = 0, floor = 0, least = 1e300;
   for (int64_t step = 0; step < kSteps; ++step) {
     const data::Batch batch = loader.batch(step * (kTokens / kContext), kTokens / kContext);
-    const View ids = stepper.ids(batch.tokens()), targets = stepper.targets(batch.tokens());
-    std::copy(batch.ids.begin(), batch.ids.end(), ids.as<int32_t>());
-    std::copy(batch.targets.begin(), batch.targets.end(), targets.as<int32_t>());
-    stepper.accumulate(ctx, {ids, targets, batch.documents()}, batch.loss_tokens);
+    stepper.accumulate(ctx, stepper.place(ctx, batch.ids.data(), batch.targets.data(), batch.offsets),
+                       batch.loss_tokens);
     for (const auto& layer : stepper.finish(ctx, run.schedule().at(step), step).balance) {
       const double share = 1.0 / double(model.moe_layers());
       if (step == 0) first_max_vio += share * layer.max_vio;

@@ -28,9 +28,9 @@ TEST(Commands, SelfcheckPassesForEveryOpAndTheWholeModel) {
     EXPECT_LE(check.at("error").get<double>(), check.at("limit").get<double>()) << check;
     EXPECT_EQ(check.at("device"), "cpu");
   }
-  const std::set<std::string> wanted{"attn_res", "cross_entropy", "elementwise", "embedding",  "experts",
-                                     "glu",      "kda",           "l2_norm",     "linear",     "mla",
-                                     "model",    "rms_norm",      "router",      "short_conv", "sigmoid_gate"};
+  const std::set<std::string> wanted{"attn_res", "cross_entropy", "elementwise", "embedding",   "experts", "glu",
+                                     "kda",      "l2_norm",       "linear",      "mla",         "model",   "rms_norm",
+                                     "router",   "router_z_loss", "short_conv",  "sigmoid_gate"};
   EXPECT_EQ(ops, wanted);
 }
 

@@ -180,6 +180,20 @@ TEST_F(Resume, RecomputeChangesNoBit) {
   expect_same(final_of(dir_->path("recompute")), *want_);
 }
 
+TEST_F(Resume, BalanceOptionsMayChange) {
+  for (const auto& change : std::vector<std::vector<std::string>>{
+           {"--balance.bins", "64"}, {"--balance.method", "sign"}, {"--balance.width", "0.001"}}) {
+    const std::string name = "changed" + change[0] + change[1];
+    interrupt_at(name, 5, SIGTERM);  // an odd step: the routers wait for more tokens
+    const Outcome end = tessera(arguments(name, change));
+    ASSERT_EQ(end.exit_code, 0) << end.err;
+    EXPECT_NE(end.out.find("resumed from step"), std::string::npos) << end.out;
+    const size_t line = end.err.find("the routers count from zero");
+    EXPECT_NE(line, std::string::npos) << end.err;
+    EXPECT_EQ(end.err.find("the routers count from zero", line + 1), std::string::npos) << "once:\n" << end.err;
+  }
+}
+
 TEST_F(Resume, FinishedRunDoesNothing) {
   const std::string before = read_file(dir_->path("uninterrupted/metrics.jsonl"));
   const Outcome run = tessera(arguments("uninterrupted"));

@@ -77,6 +77,7 @@ class Reader {
   const Manifest& manifest() const { return manifest_; }
   // UserError when it was written by another model or tokenizer; an empty wish is not compared.
   void require_fingerprints(std::string_view model, std::string_view tokenizer) const;
+  bool holds(const TensorRef& wanted) const;  // a tensor of that name, type and shape
   // Type, shape and hash must be right; on a wrong hash the destination holds garbage and the call throws.
   void read_into(std::string_view name, const View& destination) const;
   // Reads every byte of the tensor and says what is wrong with it; empty: nothing.

@@ -118,6 +118,11 @@ std::string Reader::fetch(const TensorRecord& tensor, const View& destination) c
   });
 }
 
+bool Reader::holds(const TensorRef& wanted) const {
+  const TensorRecord* tensor = manifest_.find(wanted.name);
+  return tensor != nullptr && mismatch(*tensor, wanted).empty();
+}
+
 void Reader::read_into(std::string_view name, const View& destination) const {
   const TensorRecord* tensor = manifest_.find(name);
   if (tensor == nullptr) fail_user("{}: no tensor \"{}\" among its {}", path_, name, manifest_.tensors.size());

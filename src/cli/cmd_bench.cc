@@ -94,7 +94,9 @@ void bench_ops(const Args& args) {
           *table, ops::kda::speed_case(args.tokens > 0 ? args.tokens : 8192, args.heads, args.dim), args.step.device));
       continue;
     }
-    for (const check::SpeedCase& c : table->speed) {
+    std::vector<check::SpeedCase> cases = table->speed;
+    if (args.step.device == Device::cuda) cases.insert(cases.end(), table->cuda_speed.begin(), table->cuda_speed.end());
+    for (const check::SpeedCase& c : cases) {
       show_progress(table->op + " " + c.name);
       rows.push_back(check::measure(*table, c, args.step.device));
     }

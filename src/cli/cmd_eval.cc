@@ -52,10 +52,7 @@ std::string report_text(const train::EvalReport& r) {
 // The store and context of the run that made the checkpoint, unless given.
 void fill_from_run(Args& args, const train::SavedModel& saved) {
   if (!saved.state.run_toml.empty()) {
-    train::RunConfig run;
-    config::Options options;
-    run.bind(options);
-    options.load_text(saved.state.run_toml, saved.path + ": run");
+    const train::RunConfig run = train::parse_run_config(saved.state.run_toml, saved.path + ": run");
     if (args.store.empty()) args.store = run.data.store;
     if (args.context == 0) args.context = run.data.context;
   }
@@ -88,7 +85,7 @@ void run(Args& args) {
   const int64_t batch_tokens = std::max<int64_t>(args.context, 8192);
   const data::ValidationSet set(store,
                                 {.context = args.context, .max_tokens = args.tokens, .batch_tokens = batch_tokens});
-  Arena arena(train::evaluation_bytes(saved.model, batch_tokens, Product::f32, args.device),
+  Arena arena(train::evaluation_bytes(saved.model, train::worst_packing(batch_tokens), Product::f32, args.device),
               args.device == Device::cuda ? Memory::gpu : Memory::host);
   Context ctx{args.device, arena};
   const train::EvalReport report = train::evaluate(ctx, saved.model, saved.weights, set, [](int64_t done, int64_t all) {

@@ -15,6 +15,7 @@
 namespace tessera {
 
 enum class Device : uint8_t { cpu, dry, cuda };
+inline Memory memory_of(Device device) { return device == Device::cuda ? Memory::gpu : Memory::host; }
 enum class Pass : uint8_t { forward, backward };
 enum class Product : uint8_t { f32, bf16 };  // operands of large matrix products; accumulation is float32 in both
 

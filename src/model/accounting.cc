@@ -12,7 +12,7 @@ DryStep dry_step(const Model& model, const Documents& documents, DType dtype, Pr
   Context ctx{Device::dry, arena, &result.ledger, product};
   const Weights weights = allocate_weights(arena, model.table(), dtype, true);
   StepRecord record;
-  if (with_counters) record = model.allocate_record(arena, dtype, {}, true);
+  if (with_counters) record = model.allocate_record(arena, dtype, {.max_logit = true});
   const int64_t base = arena.used();
   const int64_t tokens = documents.tokens();
   const Batch batch{View(nullptr, DType::i32, {tokens}), View(nullptr, DType::i32, {tokens}), documents};

@@ -2,6 +2,7 @@
 
 #include "ops/elementwise/op.h"
 #include "ops/glu/op.h"
+#include "ops/router/z_loss.h"
 
 namespace tessera::model::mlp {
 namespace {
@@ -66,6 +67,11 @@ Context float32_products(const LayerContext& lc) {
   return f32;
 }
 
+void router_logits(const LayerContext& lc, const MoeParams& p, const View& x, const View& logits) {
+  Context f32 = float32_products(lc);
+  ops::linear::forward(f32, linear_dims(lc, p.router), {x, lc.weights[p.router]}, {logits});
+}
+
 }  // namespace
 
 Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
@@ -93,12 +99,13 @@ Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
 void forward(const LayerContext& lc, const MoeParams& p, const View& x, const View& y, Saved& s,
              const Counting* counting) {
   const auto& m = lc.config.moe;
+  const View squares = counting != nullptr ? counting->counters.output_squares : View();
   {
     Arena::Scope scope(lc.ctx.arena);
-    Context f32 = float32_products(lc);
     const View logits = lc.allocate_exact({lc.tokens, m.experts});
-    ops::linear::forward(f32, linear_dims(lc, p.router), {x, lc.weights[p.router]}, {logits});
+    router_logits(lc, p, x, logits);
     const ops::router::Inputs in{logits, lc.weights[p.bias]};
+    if (counting != nullptr) s.routing.invalid = counting->counters.invalid;  // summed over the micro-batches of a step
     ops::router::forward(lc.ctx, router_dims(lc), in, s.routing);
     if (counting != nullptr) {
       ops::router::count(lc.ctx, router_dims(lc), in, s.routing, counting->options, counting->counters);
@@ -106,13 +113,13 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   }
   if (m.latent > 0) {
     project(lc, x, p.down, s.z);
-    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {s.u}, &s.experts);
+    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {s.u, squares}, &s.experts);
     if (p.norm != kNone) {
       ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
     }
     project(lc, s.n.present() ? s.n : s.u, p.up, y);
   } else {
-    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {y}, &s.experts);
+    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {y, squares}, &s.experts);
   }
   if (m.shared == 0) return;
   Arena::Scope scope(lc.ctx.arena);
@@ -121,8 +128,8 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   ops::elementwise::add_to(lc.ctx, shared, y);
 }
 
-void backward(const LayerContext& lc, const MoeParams& p, const View& x, const Saved& s, const View& dy,
-              const View& dx) {
+void backward(const LayerContext& lc, const MoeParams& p, const View& x, const Saved& s, const View& dy, const View& dx,
+              double z_loss) {
   const auto& m = lc.config.moe;
   Arena::Scope scope(lc.ctx.arena);
   const View dz = lc.allocate({lc.tokens, lc.config.expert_width()});
@@ -139,6 +146,12 @@ void backward(const LayerContext& lc, const MoeParams& p, const View& x, const S
   ops::experts::backward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), s.experts, {du},
                          {dz, dweights, lc.weights.d(p.w1), lc.weights.d(p.w3), lc.weights.d(p.w2)});
   ops::router::backward(lc.ctx, router_dims(lc), s.routing, {dweights}, {dlogits});
+  if (z_loss > 0) {
+    Arena::Scope recomputed(lc.ctx.arena);
+    const View logits = lc.allocate_exact({lc.tokens, m.experts});
+    router_logits(lc, p, x, logits);
+    ops::router::z_loss::backward(lc.ctx, {lc.tokens, m.experts}, {logits}, z_loss, {dlogits});
+  }
   Context f32 = float32_products(lc);
   ops::linear::backward(f32, linear_dims(lc, p.router), {x, lc.weights[p.router]}, {dlogits},
                         {dx, false, lc.weights.d(p.router)});

@@ -39,6 +39,8 @@ struct Counting {
 
 Saved allocate_saved(const LayerContext&, const MoeParams&);
 void forward(const LayerContext&, const MoeParams&, const View& x, const View& y, Saved&, const Counting*);
-void backward(const LayerContext&, const MoeParams&, const View& x, const Saved&, const View& dy, const View& dx);
+// Adds the gradient of `z_loss` times the sum of the router's z-losses; 0: none, and nothing is computed for it.
+void backward(const LayerContext&, const MoeParams&, const View& x, const Saved&, const View& dy, const View& dx,
+              double z_loss);
 
 }  // namespace tessera::model::latent_moe

@@ -1,5 +1,6 @@
 #include "model/import.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 namespace tessera::model {
@@ -74,6 +75,20 @@ void read_released_kda(const Reader& r, ModelConfig& c) {
     fail_user("{}: {} KDA and {} full-attention layers do not add up to {} layers", r.where(), kda_layers.size(),
               c.mla_layers.size(), c.layers);
   }
+  std::vector<int64_t> listed = c.mla_layers;  // as many as there are layers: without repetition every layer once
+  listed.insert(listed.end(), kda_layers.begin(), kda_layers.end());
+  std::ranges::sort(listed);
+  for (const int64_t layer : listed) {
+    if (layer >= 1 && layer <= c.layers) continue;
+    fail_user("{}: \"kda_layers\" and \"full_attn_layers\" name layer {}; wanted layers from 1 to {}", r.where(), layer,
+              c.layers);
+  }
+  const auto twice = std::ranges::adjacent_find(listed);
+  if (twice != listed.end()) {
+    fail_user(
+        "{}: \"kda_layers\" and \"full_attn_layers\" name layer {} twice; wanted every layer in one of them, once",
+        r.where(), *twice);
+  }
 }
 
 // The flat keys of later ports: a kind for every layer.
@@ -108,6 +123,28 @@ void read_gate(const Reader& r, ModelConfig& c) {
   c.kda.gate_rank = c.kda.head_dim;  // the bottleneck has the width of a head (attention.md 1)
 }
 
+// From a kind for every layer: dense ones, then sparse ones.
+int64_t count_dense_layers(const Reader& r, int64_t layers) {
+  const auto kinds = r.get<std::vector<std::string>>("mlp_layer_types");
+  if (static_cast<int64_t>(kinds.size()) != layers) {
+    fail_user("{}: \"mlp_layer_types\" has {} entries for {} layers", r.where(), kinds.size(), layers);
+  }
+  int64_t dense = 0;
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (kinds[i] != "dense" && kinds[i] != "sparse") {
+      fail_user("{}: the MLP of layer {} is \"{}\"; wanted \"dense\" or \"sparse\"", r.where(), i + 1, kinds[i]);
+    }
+    if (kinds[i] == "sparse") continue;
+    if (dense != static_cast<int64_t>(i)) {
+      fail_user(
+          "{}: the MLP of layer {} is dense after a sparse one; models of this family begin with the dense layers",
+          r.where(), i + 1);
+    }
+    ++dense;
+  }
+  return dense;
+}
+
 void read_ffn(const Reader& r, ModelConfig& c) {
   c.ffn.dense_hidden = r.get<int64_t>("intermediate_size");
   if (r.has("activation_situ_beta")) {
@@ -117,8 +154,7 @@ void read_ffn(const Reader& r, ModelConfig& c) {
     c.ffn.activation.kind = ops::glu::Kind::swiglu;
   }
   if (r.has("mlp_layer_types")) {
-    c.ffn.dense_layers = 0;
-    for (const auto& kind : r.get<std::vector<std::string>>("mlp_layer_types")) c.ffn.dense_layers += kind == "dense";
+    c.ffn.dense_layers = count_dense_layers(r, c.layers);
   } else {
     c.ffn.dense_layers = r.get_or<int64_t>("first_k_dense_replace", 0);
   }

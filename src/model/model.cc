@@ -49,14 +49,14 @@ int64_t Model::mla_layers() const {
   return n;
 }
 
-StepRecord Model::allocate_record(Arena& arena, DType dtype, const ops::router::BalanceOptions& balance,
-                                  bool want_max_logit) const {
+StepRecord Model::allocate_record(Arena& arena, DType dtype, const RecordOptions& options) const {
   StepRecord record;
-  record.balance = balance;
   for (int64_t l = 0; l < moe_layers(); ++l) {
-    record.counters.push_back(ops::router::allocate_counters(arena, config_.moe.experts, balance));
+    record.routers.push_back(options.router);
+    record.counters.push_back(
+        ops::router::allocate_counters(arena, config_.moe.experts, options.router.balance, options.counters));
   }
-  for (int64_t l = 0; want_max_logit && l < mla_layers(); ++l) {
+  for (int64_t l = 0; options.max_logit && l < mla_layers(); ++l) {
     record.max_logit.push_back(arena.allocate_zeroed(exact_type(dtype), {config_.mla.heads}));
   }
   return record;
@@ -116,6 +116,9 @@ static int64_t count_before(const ModelConfig& c, int64_t layer, bool mla) {
   return n;
 }
 
+// Of an MoE layer among the MoE layers.
+static size_t moe_index(const ModelConfig& c, int64_t layer) { return static_cast<size_t>(layer - c.ffn.dense_layers); }
+
 // residuals[s] -> residuals[s + 1]
 void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t s, SublayerSaved& saved, bool training,
                      StepRecord* record, Caches* caches) const {
@@ -139,9 +142,9 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
     kda_layer::forward(lc, p.kda, saved.x, out, saved.kda, training, caches != nullptr ? &caches->kda[index] : nullptr);
   } else if (config_.is_moe(layer)) {
     saved.moe = latent_moe::allocate_saved(lc, p.moe);
-    const size_t index = static_cast<size_t>(layer - config_.ffn.dense_layers);
-    if (record != nullptr && !record->counters.empty()) {
-      const latent_moe::Counting counting{record->balance, record->counters[index]};
+    const size_t index = moe_index(config_, layer);
+    if (record != nullptr) {
+      const latent_moe::Counting counting{record->routers[index].balance, record->counters[index]};
       latent_moe::forward(lc, p.moe, saved.x, out, saved.moe, &counting);
     } else {
       latent_moe::forward(lc, p.moe, saved.x, out, saved.moe, nullptr);
@@ -155,7 +158,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
 
 // gradients[s + 1] -> added to gradients[s] and to those of the blocks
 void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals, int64_t s, const SublayerSaved& saved,
-                              const Residuals& gradients) const {
+                              const Residuals& gradients, double z_loss) const {
   Arena::Scope scope(lc.ctx.arena);
   const int64_t layer = layer_of(s);
   const LayerParams& p = table_.layer(layer);
@@ -166,7 +169,7 @@ void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals
   } else if (is_mixer(s)) {
     kda_layer::backward(lc, p.kda, saved.x, saved.kda, dy, dx);
   } else if (config_.is_moe(layer)) {
-    latent_moe::backward(lc, p.moe, saved.x, saved.moe, dy, dx);
+    latent_moe::backward(lc, p.moe, saved.x, saved.moe, dy, dx, z_loss);
   } else {
     mlp::backward(lc, p.dense, saved.x, saved.dense, dy, dx, Into::overwrite);
   }
@@ -227,7 +230,10 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
       of_s = SublayerSaved{};
       sublayer(lc, residuals, s, of_s, true, nullptr, nullptr);  // same bits into residuals[s + 1]
     }
-    sublayer_backward(lc, residuals, s, of_s, gradients);
+    const int64_t layer = layer_of(s);
+    const bool has_router = record != nullptr && !is_mixer(s) && config_.is_moe(layer);
+    const double z_loss = has_router ? scale * record->routers[moe_index(config_, layer)].z_loss : 0;
+    sublayer_backward(lc, residuals, s, of_s, gradients, z_loss);
   }
   ops::embedding::backward(ctx, {tokens, config_.vocabulary, config_.width}, {batch.ids, w[table_.embedding]},
                            {gradients.front()}, {w.d(table_.embedding)});

@@ -23,11 +23,24 @@ struct Batch {
   Documents documents;
 };
 
-// What one step's forward passes leave beside the loss.
-struct StepRecord {
-  std::vector<ops::router::Counters> counters;  // one a MoE layer, in order; empty: nothing is counted
-  std::vector<View> max_logit;                  // one an MLA layer, (H); empty: not wanted
+// How the router of one MoE layer is trained. The collapse guard may change it between steps.
+struct RouterOptions {
   ops::router::BalanceOptions balance;
+  double z_loss = 0;  // coefficient of the mean over the step's tokens; 0: none
+
+  bool operator==(const RouterOptions&) const = default;
+};
+
+// What a training step is told beside its batch, and what its forward passes leave beside the loss.
+struct StepRecord {
+  std::vector<RouterOptions> routers;           // one a MoE layer, in order
+  std::vector<ops::router::Counters> counters;  // one a MoE layer, in order
+  std::vector<View> max_logit;                  // one an MLA layer, (H); empty: not wanted
+};
+struct RecordOptions {
+  RouterOptions router = {};  // of every layer at first
+  ops::router::CountersWanted counters = {};
+  bool max_logit = false;
 };
 
 struct ModelOptions {
@@ -49,9 +62,10 @@ class Model {
   const ParameterTable& table() const { return table_; }
   int64_t moe_layers() const;
   int64_t mla_layers() const;
-  StepRecord allocate_record(Arena&, DType, const ops::router::BalanceOptions&, bool want_max_logit) const;
+  StepRecord allocate_record(Arena&, DType, const RecordOptions&) const;
 
-  // loss (T) in nats, 0 where there is no target; gradients of scale * sum(loss) are added to the weights' gradients.
+  // loss (T) in nats, 0 where there is no target; gradients of scale * sum(loss) are added to the weights' gradients,
+  // and those of scale * sum(z-losses) where the record asks for them. `record` may be null.
   void forward_backward(Context&, const Weights&, const Batch&, double scale, const View& loss, StepRecord*) const;
   // loss (T) only. `record` may be null.
   void evaluate(Context&, const Weights&, const Batch&, const View& loss, StepRecord* record) const;
@@ -76,7 +90,7 @@ class Model {
   void sublayer(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&, bool training, StepRecord*,
                 Caches*) const;
   void sublayer_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&,
-                         const Residuals& gradients) const;
+                         const Residuals& gradients, double z_loss) const;
   void inference_stream(const LayerContext&, const View& ids, StepRecord*, Caches*, const View& out) const;
 
   ModelConfig config_;

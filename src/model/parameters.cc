@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/host_copy.h"
 #include "core/parallel.h"
 #include "core/philox.h"
 
@@ -220,6 +221,17 @@ static void round_to(const View& host, const View& to) {
     for (int64_t i = begin; i < end; ++i) rounded[static_cast<size_t>(i)] = bf16(from[i]);
   });
   copy(View(rounded.data(), DType::bf16, host.shape()), to);
+}
+
+void refresh_copy(const Weights& w, ParamId id, int64_t part) {
+  if (w[id].dtype() == DType::bf16)
+    round_to(HostCopy(w.master[static_cast<size_t>(id)].at(part)).view(), w[id].at(part));
+}
+
+void refresh_copies(const Weights& w) {
+  for (size_t id = 0; id < w.value.size(); ++id) {
+    if (w.value[id].dtype() == DType::bf16) round_to(HostCopy(w.master[id]).view(), w.value[id]);
+  }
 }
 
 void assign(const std::vector<View>& host, const Weights& to) {

@@ -109,6 +109,9 @@ Weights allocate_weights(Arena&, const ParameterTable&, DType activations, bool 
 void zero_gradients(const Weights&);
 // From values on the host in float32 to masters and copies in either memory.
 void assign(const std::vector<View>& host, const Weights& to);
+// The bf16 copies anew from their masters, where there are such: of one part of a stacked parameter, or of everything.
+void refresh_copy(const Weights&, ParamId, int64_t part);
+void refresh_copies(const Weights&);
 void initialise(const ModelConfig&, const ParameterTable&, const Weights&, uint64_t seed);
 
 // Every published tensor of the table, stacked experts one by one: what checkpoints hold.

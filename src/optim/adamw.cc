@@ -4,14 +4,10 @@
 
 #include "core/parallel.h"
 #include "optim/chunks.h"
+#include "optim/cuda.h"
 
 namespace tessera::optim::adamw {
 namespace {
-
-template <class Real>
-struct Factors {
-  Real gradient_scale, keep1, add1, keep2, add2, correction2, epsilon, rate;
-};
 
 template <class Real>
 Factors<Real> factors(const Options& o, double learning_rate, double gradient_scale, int64_t step) {
@@ -46,8 +42,8 @@ Costs costs(std::span<const Slot> slots) {
   Costs sum;
   for (const Slot& s : slots) {
     if (s.rule != Rule::adamw) continue;
-    // Read: value, gradient, m, v. Written: value, m, v.
-    sum += {.vector_flops = 14 * s.value.elements(), .bytes_moved = 7 * s.value.bytes()};
+    // Read: value, gradient, m, v. Written: value, m, v, copy.
+    sum += {.vector_flops = 14 * s.value.elements(), .bytes_moved = 7 * s.value.bytes() + s.copy.bytes()};
   }
   return sum;
 }
@@ -58,6 +54,10 @@ void step(Context& ctx, std::span<const Slot> slots, std::span<const Moments> mo
   if (chunks.count() == 0) return;
   OpScope op(ctx, "adamw", Pass::backward, costs(slots));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) {
+    const Factors<float> f = factors<float>(options, learning_rate, gradient_scale, step);
+    return cuda::adamw(ctx.stream(), slots, moments, f, learning_rate);
+  }
   dispatch_real(slots.front().value.dtype(), [&](auto real) {
     using Real = decltype(real);
     const Factors<Real> f = factors<Real>(options, learning_rate, gradient_scale, step);

@@ -8,6 +8,11 @@
 
 namespace tessera::optim::adamw {
 
+template <class Real>
+struct Factors {  // of one step, for every element
+  Real gradient_scale, keep1, add1, keep2, add2, correction2, epsilon, rate;
+};
+
 Costs costs(std::span<const Slot>);  // of the slots with Rule::adamw; the others are passed over, here and in step()
 void step(Context&, std::span<const Slot>, std::span<const Moments>, const Options&, double learning_rate,
           double gradient_scale, int64_t step);

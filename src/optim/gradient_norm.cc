@@ -4,6 +4,7 @@
 
 #include "core/parallel.h"
 #include "optim/chunks.h"
+#include "optim/cuda.h"
 
 namespace tessera::optim {
 namespace {
@@ -25,9 +26,21 @@ void chunk_sums(std::span<const Slot> slots, const Chunks& chunks, double* sums)
   });
 }
 
+int64_t sums_of(std::span<const Slot> slots, Device back_end) {
+  return back_end == Device::cuda ? cuda::gradient_chunks(slots) + 1 : Chunks(slots).count();
+}
+
+double norm_on_gpu(Context& ctx, std::span<const Slot> slots, const View& sums) {
+  const int64_t chunks = sums.rows() - 1;
+  double total = 0;
+  cuda::sum_of_squares(ctx.stream(), slots, sums.row_range(0, chunks), sums.row_range(chunks, 1));
+  copy(sums.row_range(chunks, 1), View(&total, DType::f64, {1}));
+  return std::sqrt(total);
+}
+
 }  // namespace
 
-Costs gradient_norm_costs(std::span<const Slot> slots) {
+Costs gradient_norm_costs(std::span<const Slot> slots, Device back_end) {
   int64_t elements = 0, bytes = 0;
   for (const Slot& s : slots) {
     elements += s.gradient.elements();
@@ -35,14 +48,15 @@ Costs gradient_norm_costs(std::span<const Slot> slots) {
   }
   return {.vector_flops = 2 * elements,
           .bytes_moved = bytes,
-          .workspace_bytes = Arena::aligned(Chunks(slots).count() * bytes_of(DType::f64))};
+          .workspace_bytes = Arena::aligned(sums_of(slots, back_end) * bytes_of(DType::f64))};
 }
 
 double gradient_norm(Context& ctx, std::span<const Slot> slots) {
-  OpScope op(ctx, "gradient_norm", Pass::backward, gradient_norm_costs(slots));
+  OpScope op(ctx, "gradient_norm", Pass::backward, gradient_norm_costs(slots, ctx.back_end()));
+  const View sums = ctx.arena.allocate(DType::f64, {sums_of(slots, ctx.back_end())});
   const Chunks chunks(slots);
-  const View sums = ctx.arena.allocate(DType::f64, {chunks.count()});
   if (ctx.dry() || chunks.count() == 0) return 0;
+  if (ctx.device == Device::cuda) return norm_on_gpu(ctx, slots, sums);
   dispatch_real(slots.front().gradient.dtype(),
                 [&](auto real) { chunk_sums<decltype(real)>(slots, chunks, sums.as<double>()); });
   double sum = 0;

@@ -6,20 +6,11 @@
 
 #include "core/parallel.h"
 #include "optim/chunks.h"
+#include "optim/cuda.h"
 #include "optim/newton_schulz.h"
 
 namespace tessera::optim::muon {
 namespace {
-
-struct Matrix {
-  int64_t rows, cols;
-  int64_t elements() const { return rows * cols; }
-};
-
-Matrix block_of(const Slot& s) {
-  const int64_t cols = s.value.dim(s.value.rank() - 1);
-  return {cols == 0 ? 0 : s.value.elements() / s.blocks / cols, cols};
-}
 
 struct Job {
   size_t slot;
@@ -68,16 +59,22 @@ Workspace workspace_of(const Plan& plan, std::span<const Slot> slots) {
   return w;
 }
 
+// What a block costs on either back end, without workspace.
+Costs block_costs(const Slot& slot, int64_t iterations) {
+  const Matrix m = block_of(slot);
+  const int64_t n = std::min(m.rows, m.cols);
+  // Read: value, gradient, momentum. Written: value, momentum, copy.
+  return {.gemm_flops = newton_schulz_flops(m.rows, m.cols, iterations),
+          .vector_flops = 12 * m.elements() + iterations * 3 * n * n,
+          .bytes_moved = 5 * m.elements() * bytes_of(slot.value.dtype()) + slot.copy.bytes() / slot.blocks};
+}
+
 Costs costs_of(const Plan& plan, const Workspace& w, std::span<const Slot> slots, int64_t iterations) {
   Costs sum;
   for (const std::vector<Job>* jobs : {&plan.small, &plan.large}) {
     for (const Job& job : *jobs) {
-      const Matrix m = block_of(slots[job.slot]);
-      const int64_t n = std::min(m.rows, m.cols), element = bytes_of(slots[job.slot].value.dtype());
-      // Read: value, gradient, momentum. Written: value, momentum.
-      sum += {.gemm_flops = job.flops,
-              .vector_flops = 12 * m.elements() + iterations * 3 * n * n,
-              .bytes_moved = 5 * m.elements() * element};
+      const int64_t element = bytes_of(slots[job.slot].value.dtype());
+      sum += block_costs(slots[job.slot], iterations);
       sum.workspace_bytes = Arena::aligned(w.elements() * element) + Arena::aligned(w.sums() * bytes_of(DType::f64));
     }
   }
@@ -133,6 +130,11 @@ struct Block {
 };
 
 template <class Real>
+bool is_idle(const Block<Real>& block) {
+  return std::all_of(block.gradient, block.gradient + block.shape.elements(), [](Real g) { return g == 0; });
+}
+
+template <class Real>
 void update_block(const Options& o, double learning_rate, double gradient_scale, const Block<Real>& block, Real* memory,
                   double* sums) {
   const auto [rows, cols] = block.shape;
@@ -156,15 +158,42 @@ void update_block(const Options& o, double learning_rate, double gradient_scale,
   });
 }
 
+Costs batch_costs(std::span<const Batch> batches, std::span<const Slot> slots, int64_t iterations) {
+  Costs sum;
+  for (const Batch& batch : batches) {
+    for (const Run& run : batch.runs) {
+      for (int64_t b = 0; b < run.count; ++b) sum += block_costs(slots[run.slot], iterations);
+    }
+  }
+  sum.workspace_bytes = batch_workspace_bytes(batches);
+  return sum;
+}
+
+void step_in_batches(Context& ctx, std::span<const Slot> slots, std::span<const Moments> moments,
+                     const Options& options, double learning_rate, double gradient_scale) {
+  const std::vector<Batch> batches = batches_of(slots);
+  if (batches.empty()) return;
+  OpScope op(ctx, "muon", Pass::backward, batch_costs(batches, slots, options.newton_schulz_steps));
+  const BatchWorkspace workspace = allocate_batch_workspace(ctx.arena, batches);
+  if (ctx.dry()) return;
+  for (const Batch& batch : batches) {
+    cuda::muon(ctx.stream(), slots, moments, batch, options, learning_rate, gradient_scale, workspace);
+  }
+}
+
 }  // namespace
 
-Costs costs(std::span<const Slot> slots, const Options& options) {
+Costs costs(std::span<const Slot> slots, const Options& options, Device back_end) {
+  if (back_end == Device::cuda) return batch_costs(batches_of(slots), slots, options.newton_schulz_steps);
   const Plan plan = plan_of(slots, options.newton_schulz_steps);
   return costs_of(plan, workspace_of(plan, slots), slots, options.newton_schulz_steps);
 }
 
 void step(Context& ctx, std::span<const Slot> slots, std::span<const Moments> moments, const Options& options,
           double learning_rate, double gradient_scale) {
+  if (ctx.back_end() == Device::cuda) {
+    return step_in_batches(ctx, slots, moments, options, learning_rate, gradient_scale);
+  }
   const Plan plan = plan_of(slots, options.newton_schulz_steps);
   if (plan.small.empty() && plan.large.empty()) return;
   const DType dtype = slots.front().value.dtype();
@@ -179,8 +208,9 @@ void step(Context& ctx, std::span<const Slot> slots, std::span<const Moments> mo
       const Slot& s = slots[job.slot];
       const Matrix shape = block_of(s);
       const int64_t offset = job.block * shape.elements();
-      const Block<Real> block{shape, s.gradient.as<Real>() + offset, s.value.as<Real>() + offset,
-                              moments[job.slot].first.as<Real>() + offset, s.weight_decay};
+      Block<Real> block{shape, s.gradient.as<Real>() + offset, s.value.as<Real>() + offset,
+                        moments[job.slot].first.as<Real>() + offset, s.weight_decay};
+      if (!s.decay_idle && is_idle(block)) block.weight_decay = 0;
       update_block<Real>(options, learning_rate, gradient_scale, block, lane_memory, lane_sums);
     };
     parallel_items(static_cast<int64_t>(plan.small.size()), [&](int64_t i) {

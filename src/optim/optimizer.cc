@@ -34,9 +34,15 @@ void check_slot(const Slot& s, DType dtype) {
                 name_of(dtype));
   check_view(s.value, dtype, s.value.shape(), name);
   check_view(s.gradient, dtype, s.value.shape(), name);
+  if (s.value.memory() == Memory::gpu) check_view(s.value, DType::f32, s.value.shape(), name);
+  if (s.copy.present()) {
+    check_view(s.copy, DType::bf16, s.value.shape(), name);
+    TESSERA_CHECK(s.value.memory() == Memory::gpu || s.value.data() == nullptr, "{}: a working copy on a CPU", name);
+  }
   TESSERA_CHECK(std::isfinite(s.weight_decay) && s.weight_decay >= 0, "{}: weight decay {}", name, s.weight_decay);
   TESSERA_CHECK(s.blocks >= 1 && s.value.elements() % s.blocks == 0, "{}: {} does not fall into {} blocks", name,
                 s.value.shape().to_string(), s.blocks);
+  TESSERA_CHECK(s.decay_idle || s.rule == Rule::muon, "{}: decay of idle blocks can be left out for Muon only", name);
   if (s.rule != Rule::muon) return;
   TESSERA_CHECK(s.value.rank() >= 2, "{}: Muon wants matrices, found {}", name, s.value.shape().to_string());
   int64_t stacked = 1;
@@ -109,10 +115,11 @@ void Optimizer::reset_block(std::string_view name, int64_t block) {
   }
 }
 
-Costs Optimizer::costs(std::span<const Slot> slots, const Options& options) {
+Costs Optimizer::costs(std::span<const Slot> slots, const Options& options, Device back_end) {
   Costs sum;
   int64_t workspace = 0;
-  for (const Costs& part : {gradient_norm_costs(slots), muon::costs(slots, options), adamw::costs(slots)}) {
+  for (const Costs& part :
+       {gradient_norm_costs(slots, back_end), muon::costs(slots, options, back_end), adamw::costs(slots)}) {
     sum += part;
     workspace = std::max(workspace, part.workspace_bytes);
   }

@@ -19,11 +19,13 @@ enum class Rule : uint8_t { muon, adamw };
 
 struct Slot {            // one parameter as the optimizer sees it
   std::string name;      // logical name; state tensors are named after it
-  View value, gradient;  // same shape, contiguous; f32 (f64 in proofs), the same for all slots
+  View value, gradient;  // same shape, contiguous; f32 (f64 in proofs, on a CPU), the same for all slots
   Rule rule;
   int64_t blocks = 1;       // equal parts along the leading axis: experts, or heads cut along rows; Muon
                             // orthogonalises each alone, and reset_block() clears one
   double weight_decay = 0;  // decoupled: value -= learning_rate * weight_decay * value
+  bool decay_idle = true;  // false (Muon): a block whose gradient is all zero, an expert without tokens, does not decay
+  View copy = {};          // bf16, like the value, on a GPU: what ops read; rounded anew from every new value
 };
 
 struct Options {
@@ -64,9 +66,9 @@ class Optimizer {
   void reset_block(std::string_view name, int64_t block);
 
   // One step of all slots: sums, but for the workspace, which is the largest at any time and grows with thread_count()
-  // (Muon holds one matrix a thread). Newton-Schulz counts whole products, though half of the symmetric ones is
-  // skipped.
-  static Costs costs(std::span<const Slot>, const Options&);
+  // (Muon holds one matrix a thread; on the GPU one batch). Newton-Schulz counts whole products, though half of the
+  // symmetric ones is skipped.
+  static Costs costs(std::span<const Slot>, const Options&, Device back_end = Device::cpu);
 
   const std::vector<Slot>& slots() const { return slots_; }
 

@@ -166,6 +166,37 @@ TEST(Optimizer, ResetBlockClearsThatBlockAlone) {
   EXPECT_THROW(optimizer.reset_block("nothing", 0), Error);
 }
 
+// Block 1 has no gradient, block 2 a single one in its last place: only block 1 may be spared, and only where asked.
+TEST(Optimizer, IdleBlocksAreSparedFromDecayWhereAsked) {
+  constexpr int64_t kBlock = 40 * 24;
+  const auto trained_experts = [](bool decay_idle, int threads) {
+    const int before = thread_count();
+    set_thread_count(threads);
+    Bench bench;
+    Slot experts = bench.slot("experts", {3, 40, 24}, Rule::muon, 3, 0.1, 1);
+    experts.decay_idle = decay_idle;
+    Values gradient = read(experts.gradient);
+    std::fill(gradient.begin() + kBlock, gradient.end() - 1, 0.0);
+    bench.fill(experts.gradient, gradient);
+    Optimizer optimizer({experts}, {});
+    optimizer.allocate_state(bench.context);
+    optimizer.step(bench.context, 0.01, 0);
+    set_thread_count(before);
+    return std::pair(random_values(1, 3 * kBlock), read(experts.value));
+  };
+  const auto [start, spared] = trained_experts(false, 1);
+  const auto [same_start, decayed] = trained_experts(true, 1);
+  for (size_t i = 0; i < spared.size(); ++i) {
+    if (int64_t(i) / kBlock == 1) {
+      EXPECT_EQ(spared[i], double(float(start[i])));
+      EXPECT_NEAR(decayed[i], 0.999 * start[i], 1e-6);
+    } else {
+      EXPECT_EQ(spared[i], decayed[i]);
+    }
+  }
+  EXPECT_EQ(trained_experts(false, 3).second, spared);
+}
+
 TEST(Optimizer, DryRunTakesTheSameMemoryAndChargesTheSame) {
   Bench bench;
   Arena dry_arena = Arena::dry();
@@ -203,6 +234,31 @@ TEST(Optimizer, DryRunTakesTheSameMemoryAndChargesTheSame) {
   }
 }
 
+TEST(Optimizer, ForAGpuADryRunTakesTheStatedMemory) {
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context dry{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  Bench bench;
+  std::vector<Slot> slots = mixed_slots(bench), with_copies = slots;
+  for (auto* all : {&slots, &with_copies}) {
+    for (Slot& s : *all) s.value = s.gradient = View(nullptr, DType::f32, s.value.shape());
+  }
+  int64_t copied = 0;
+  for (Slot& s : with_copies) {
+    s.copy = View(nullptr, DType::bf16, s.value.shape());
+    copied += s.copy.bytes();
+  }
+  Optimizer planned(with_copies, {});
+  planned.allocate_state(dry);
+  const int64_t state = arena.used();
+  EXPECT_EQ(planned.step(dry, 0.01, 0).clip_scale, 1);
+  const Costs costs = Optimizer::costs(with_copies, {}, Device::cuda);
+  EXPECT_EQ(arena.peak() - state, costs.workspace_bytes);
+  EXPECT_EQ(ledger.total().bytes_moved, costs.bytes_moved);
+  EXPECT_TRUE(ledger.total().gemm_flops == Optimizer::costs(slots, {}).gemm_flops);
+  EXPECT_EQ(costs.bytes_moved, Optimizer::costs(slots, {}, Device::cuda).bytes_moved + copied);
+}
+
 TEST(Optimizer, CostsFollowTheFormulas) {
   const View value(nullptr, DType::f32, {2 * 3072, 3584});
   const std::vector<Slot> slots{{"w", value, value, Rule::muon, 2, 0.1}};
@@ -233,7 +289,13 @@ TEST(Optimizer, RefusesSlotsThatCannotBe) {
   other.gradient = bench.arena.allocate(DType::f64, {6, 8, 10});
   EXPECT_THROW(Optimizer({other}, {}), Error);
   other = good;
+  other.copy = bench.arena.allocate(DType::bf16, {6, 8, 10});
+  EXPECT_THROW(Optimizer({other}, {}), Error) << "nothing on a CPU would keep the copy";
+  other = good;
   other.gradient = bench.arena.allocate(DType::f32, {6, 8, 11});
+  EXPECT_THROW(Optimizer({other}, {}), Error);
+  other = bench.slot("adamw", {6, 8}, Rule::adamw, 6, 0.1, 3);
+  other.decay_idle = false;
   EXPECT_THROW(Optimizer({other}, {}), Error);
 }
 

@@ -7,6 +7,8 @@
 // Source: moe.md 7.4. Not for KDA heads, whose queries and keys are normalised.
 #pragma once
 
+#include <span>
+
 #include "core/context.h"
 
 namespace tessera::optim {
@@ -16,11 +18,17 @@ struct QkClip {
   double threshold = 100;                        // tau
 };
 
-Costs qk_clip_costs(const QkClip&, DType, int64_t q_inputs, int64_t kv_inputs);
+struct QkClipLayer {
+  View max_logit;  // (H): over every micro-batch and rank of the step; -inf for a head that saw no token
+  View q_proj;     // (H (d_n + d_p), q_inputs), any row stride; scaled in place
+  View kv_b;       // (H (d_n + d_v), kv_inputs), any row stride; scaled in place
+  View q_copy = {}, kv_copy = {};  // the same in bf16, on a GPU: rounded anew where the master is scaled; may be absent
+};
 
-// max_logit (H): over every micro-batch and rank of the step; -inf for a head that saw no token, never NaN or +inf.
-// q_proj (H (d_n + d_p), q_inputs) and kv_b (H (d_n + d_v), kv_inputs), any row stride: scaled in place.
-// Returns the number of heads clipped (0 on dry).
-int64_t qk_clip(Context&, const QkClip&, const View& max_logit, const View& q_proj, const View& kv_b);
+Costs qk_clip_costs(const QkClip&, std::span<const QkClipLayer>, Device back_end = Device::cpu);
+
+// Returns the number of heads clipped (0 on dry). Error where a largest logit is NaN or +inf: that layer is left as it
+// is. On the GPU one copy at the end tells, for all layers.
+int64_t qk_clip(Context&, const QkClip&, std::span<const QkClipLayer>);
 
 }  // namespace tessera::optim

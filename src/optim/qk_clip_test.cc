@@ -36,6 +36,7 @@ struct Weights : Bench {
     fill(q_proj, random_values(1, q_proj.elements()));
     for (int64_t r = 0; r < kv_b.dim(0); ++r) fill(kv_b.row_range(r, 1), random_values(10 + uint64_t(r), kLatent));
   }
+  int64_t clip() { return qk_clip(context, kDims, std::vector<QkClipLayer>{{max_logit, q_proj, kv_b}}); }
   View max_logit, q_proj, kv_b;
 };
 
@@ -45,7 +46,7 @@ TEST(QkClip, LogitsShrinkByGamma) {
   const Values x = random_values(50, kInputs), c = random_values(51, kLatent), k = random_values(52, kDims.rope_dim);
   Values before;
   for (int64_t h = 0; h < kDims.heads; ++h) before.push_back(logit(w.q_proj, w.kv_b, h, x, c, k));
-  EXPECT_EQ(qk_clip(w.context, kDims, w.max_logit, w.q_proj, w.kv_b), 2);
+  EXPECT_EQ(w.clip(), 2);
   const Values gamma{0.4, 1, 0.25};
   for (int64_t h = 0; h < kDims.heads; ++h) {
     const double wanted = gamma[size_t(h)] * before[size_t(h)];
@@ -56,7 +57,7 @@ TEST(QkClip, LogitsShrinkByGamma) {
 TEST(QkClip, TouchesOnlyQueryAndKeyRowsOfClippedHeads) {
   Weights w, kept;
   write<double>(w.max_logit, {-std::numeric_limits<double>::infinity(), 400, 99});
-  EXPECT_EQ(qk_clip(w.context, kDims, w.max_logit, w.q_proj, w.kv_b), 1);
+  EXPECT_EQ(w.clip(), 1);
   const auto factor = [&](const View& now, const View& then, int64_t row) {
     return now.as<double>()[row * now.row_stride() + 3] / then.as<double>()[row * then.row_stride() + 3];
   };
@@ -73,7 +74,7 @@ TEST(QkClip, RefusesLogitsThatAreNotNumbers) {
   for (double bad : {std::numeric_limits<double>::infinity(), std::nan("")}) {
     Weights w, kept;
     write<double>(w.max_logit, {200, bad, 1});
-    EXPECT_THROW(qk_clip(w.context, kDims, w.max_logit, w.q_proj, w.kv_b), Error);
+    EXPECT_THROW(w.clip(), Error);
     EXPECT_EQ(read(w.q_proj), read(kept.q_proj));
   }
 }
@@ -84,8 +85,38 @@ TEST(QkClip, DryChargesAndTouchesNothing) {
   Context ctx{Device::dry, arena, &ledger};
   const View logits = arena.allocate(DType::f32, {kDims.heads});
   const View q = arena.allocate(DType::f32, {21, kInputs}), kv = arena.allocate(DType::f32, {27, kLatent});
-  EXPECT_EQ(qk_clip(ctx, kDims, logits, q, kv), 0);
+  const std::vector<QkClipLayer> layers(1, QkClipLayer{logits, q, kv});
+  EXPECT_EQ(qk_clip(ctx, kDims, layers), 0);
   EXPECT_EQ(ledger.entries().at({"qk_clip", Pass::backward}).costs.vector_flops, 21 * kInputs + 15 * kLatent);
+}
+
+TEST(QkClip, LayersAreClippedEachByItsOwnLogits) {
+  Weights first, second, kept;
+  write<double>(first.max_logit, {250, 100, 400});
+  write<double>(second.max_logit, {1, 101, 1});
+  EXPECT_EQ(qk_clip(first.context, kDims,
+                    std::vector<QkClipLayer>{{first.max_logit, first.q_proj, first.kv_b},
+                                             {second.max_logit, second.q_proj, second.kv_b}}),
+            3);
+  EXPECT_EQ(read(second.q_proj.row_range(0, 7)), read(kept.q_proj.row_range(0, 7)));
+  EXPECT_NE(read(second.q_proj.row_range(7, 7)), read(kept.q_proj.row_range(7, 7)));
+  EXPECT_NE(read(first.q_proj.row_range(0, 7)), read(kept.q_proj.row_range(0, 7)));
+  EXPECT_EQ(qk_clip(first.context, kDims, {}), 0);
+}
+
+TEST(QkClip, ForAGpuFactorsAndOutcomesAreTheWorkspace) {
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  const std::vector<QkClipLayer> layers(5, QkClipLayer{.max_logit = arena.allocate(DType::f32, {kDims.heads}),
+                                                       .q_proj = arena.allocate(DType::f32, {21, kInputs}),
+                                                       .kv_b = arena.allocate(DType::f32, {27, kLatent}),
+                                                       .q_copy = arena.allocate(DType::bf16, {21, kInputs})});
+  const int64_t used = arena.used();
+  EXPECT_EQ(qk_clip(ctx, kDims, layers), 0);
+  EXPECT_EQ(arena.peak() - used, Arena::aligned(5 * 3 * 2 * 4) + Arena::aligned(5 * 3 * 4));
+  EXPECT_EQ(ledger.total().workspace_bytes, arena.peak() - used);
+  EXPECT_EQ(ledger.total().bytes_moved, 5 * (4 * (2 * (21 * kInputs + 15 * kLatent) + 3) + 2 * 21 * kInputs));
 }
 
 }  // namespace

@@ -14,15 +14,26 @@
 #include "ops/router/cases.h"
 #include "ops/short_conv/cases.h"
 #include "ops/sigmoid_gate/cases.h"
+#include "optim/cuda_check.h"
 
 namespace tessera::selfcheck {
 
 const std::vector<const check::OpTable*>& op_tables() {
-  static const std::vector<const check::OpTable*> tables{
-      &ops::embedding::table(),    &ops::attn_res::table(),     &ops::rms_norm::table(), &ops::linear::table(),
-      &ops::short_conv::table(),   &ops::l2_norm::table(),      &ops::kda::table(),      &ops::mla::table(),
-      &ops::sigmoid_gate::table(), &ops::router::table(),       &ops::glu::table(),      &ops::experts::table(),
-      &ops::elementwise::table(),  &ops::cross_entropy::table()};
+  static const std::vector<const check::OpTable*> tables{&ops::embedding::table(),
+                                                         &ops::attn_res::table(),
+                                                         &ops::rms_norm::table(),
+                                                         &ops::linear::table(),
+                                                         &ops::short_conv::table(),
+                                                         &ops::l2_norm::table(),
+                                                         &ops::kda::table(),
+                                                         &ops::mla::table(),
+                                                         &ops::sigmoid_gate::table(),
+                                                         &ops::router::table(),
+                                                         &ops::router::z_loss::table(),
+                                                         &ops::glu::table(),
+                                                         &ops::experts::table(),
+                                                         &ops::elementwise::table(),
+                                                         &ops::cross_entropy::table()};
   return tables;
 }
 
@@ -44,6 +55,8 @@ std::vector<check::Result> run(const std::string& only, Device device,
       add(device == Device::cuda ? check_model_cuda(config) : check_model(config));
     }
   }
+  if (device == Device::cuda && (only.empty() || only == "optimizer")) add(optim::check_cuda());
+  if (device == Device::cuda) known += "optimizer, ";
   if (all.empty()) fail_user("no op named '{}' to check; known: {}model", only, known);
   return all;
 }

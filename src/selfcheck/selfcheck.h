@@ -24,7 +24,8 @@ std::vector<check::Result> check_model(const model::ModelConfig& config);
 // A small model on the GPU in bf16 against the CPU in float32: loss, every gradient, and run to run.
 std::vector<check::Result> check_model_cuda(const model::ModelConfig& config);
 
-// Everything on one device; `only` keeps the ops (or "model") of that name. `report` is called as each group ends.
+// Everything on one device; `only` keeps the ops (or "model", or on the GPU "optimizer") of that name. `report` is
+// called as each group ends.
 std::vector<check::Result> run(const std::string& only, Device device,
                                const std::function<void(const std::vector<check::Result>&)>& report);
 

@@ -8,6 +8,8 @@
 namespace tessera::train {
 namespace {
 
+constexpr model::RecordOptions kCountLoads{.router = {.balance = {.method = ops::router::Balance::none}}};
+
 // Mean loss of one position bucket with documents as the samples: tokens of one document are not independent.
 class BucketMean {
  public:
@@ -86,8 +88,7 @@ EvalReport::Routing audit(const model::Model& model, const std::vector<ops::rout
 EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weights& weights,
                     const data::ValidationSet& set, const std::function<void(int64_t, int64_t)>& progress) {
   Arena::Scope scope(ctx.arena);
-  model::StepRecord record =
-      model.allocate_record(ctx.arena, DType::f32, {.method = ops::router::Balance::none}, false);
+  model::StepRecord record = model.allocate_record(ctx.arena, DType::f32, kCountLoads);
   EvalReport report;
   std::vector<BucketMean> buckets(64);
   for (int64_t b = 0; b < set.count(); ++b) {
@@ -116,19 +117,23 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   return report;
 }
 
-int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product, Device device) {
+int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device) {
   Arena dry = Arena::dry();
   Context ctx{Device::dry, dry, nullptr, product, device};
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);
   const int64_t base = dry.used();
-  model::StepRecord record = model.allocate_record(dry, DType::f32, {.method = ops::router::Balance::none}, false);
+  model::StepRecord record = model.allocate_record(dry, DType::f32, kCountLoads);
+  const int64_t tokens = offsets.back();
   const View ids = dry.allocate(DType::i32, {tokens}), targets = dry.allocate(DType::i32, {tokens});
   const View loss = dry.allocate(DType::f32, {tokens});
-  // The worst packing for the chunked scan: every document is one token.
-  std::vector<int64_t> offsets(static_cast<size_t>(tokens) + 1);
-  std::iota(offsets.begin(), offsets.end(), int64_t{0});
   model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, offsets)}, loss, &record);
   return dry.peak() - base;
+}
+
+std::vector<int64_t> worst_packing(int64_t tokens) {
+  std::vector<int64_t> offsets(static_cast<size_t>(tokens) + 1);
+  std::iota(offsets.begin(), offsets.end(), int64_t{0});
+  return offsets;
 }
 
 }  // namespace tessera::train

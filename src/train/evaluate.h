@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "data/validation.h"
@@ -39,7 +40,9 @@ struct EvalReport {
 EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weights& weights,
                     const data::ValidationSet& set, const std::function<void(int64_t, int64_t)>& progress = {});
 
-// Arena bytes that evaluate() takes for batches of up to `tokens` tokens in `documents` documents.
-int64_t evaluation_bytes(const model::Model& model, int64_t tokens, Product product, Device device);
+// Arena bytes that evaluate() takes for a batch of these documents.
+int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device);
+// The packing that takes most memory: every document is one token.
+std::vector<int64_t> worst_packing(int64_t tokens);
 
 }  // namespace tessera::train

@@ -1,11 +1,14 @@
 #include "train/guard.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "core/philox.h"
+#include "core/host_copy.h"
+#include "ops/elementwise/op.h"
 
 namespace tessera::train {
 
@@ -13,56 +16,54 @@ namespace {
 
 constexpr double kWarnLoad = 0.5, kWarnShare = 0.25;  // moe.md 6, thresholds
 constexpr double kColdLoad = 0.1, kDeadLoad = 0.01;
+constexpr double kBiasOnly = 0.9, kNoShare = 0.1, kNoGradient = 0.1;
 constexpr int64_t kColdWindows = 3, kDeadWindows = 3, kWorthlessWindows = 5;
 constexpr double kColdLayerShare = 0.05, kEntropyFloor = 0.9, kSpreadLimit = 1, kVioFloors = 5;
 constexpr int64_t kUnevenSteps = 50;
-constexpr double kWeightNoise = 0.02, kRouterNoise = 0.05;
-
-double square_sum(const View& view) {
-  double sum = 0;
-  const float* x = view.as<float>();
-  for (int64_t i = 0; i < view.elements(); ++i) sum += double(x[i]) * double(x[i]);
-  return sum;
-}
-
-double median(std::vector<double> v) {
-  if (v.empty()) return 0;
-  std::nth_element(v.begin(), v.begin() + int64_t(v.size() / 2), v.end());
-  return v[v.size() / 2];
-}
-
-// to = from + N(0, (share rms(from))^2)
-void copy_with_noise(const View& from, const View& to, double share, const Philox& random, uint64_t first_draw) {
-  const double rms = std::sqrt(square_sum(from) / double(std::max<int64_t>(from.elements(), 1)));
-  for (int64_t i = 0; i < from.elements(); ++i) {
-    to.as<float>()[i] = from.as<float>()[i] + float(share * rms * random.normal(first_draw + uint64_t(i)));
-  }
-}
 
 }  // namespace
 
+std::string to_text(const GuardEvent& event) {
+  const std::string experts = event.experts.empty() ? "" : fmt::format(" (experts {})", fmt::join(event.experts, ", "));
+  return fmt::format("step {}, layer {}: {}{}: {}", event.step, event.layer, event.what, experts, event.detail);
+}
+
 Guard::Guard(const model::Model& model, GuardOptions options) : model_(&model), options_(options) {
   const model::ModelConfig& c = model.config();
+  const size_t experts = static_cast<size_t>(c.moe.experts);
   for (int64_t l = 0; l < c.layers; ++l) {
-    if (c.is_moe(l)) layers_.push_back({l, std::vector<Expert>(static_cast<size_t>(c.moe.experts)), 0});
+    if (!c.is_moe(l)) continue;
+    Layer layer;
+    layer.layer = l;
+    layer.window.resize(experts);
+    layer.experts.resize(experts);
+    layers_.push_back(std::move(layer));
   }
 }
 
-void Guard::observe(const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
-  if (!options_.on) return;
+void Guard::observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
+  if (!options_.on || ctx.dry()) return;
+  Arena::Scope scope(ctx.arena);
   const int64_t experts = model_->config().moe.experts;
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
     const model::MoeParams& p = model_->table().layer(layer.layer).moe;
-    const int64_t* load = counters[l].load.as<int64_t>();
-    const int64_t* by_bias = counters[l].by_bias.as<int64_t>();
-    const double* weight = counters[l].weight.as<double>();
+    const HostCopy loads(counters[l].load), by_biases(counters[l].by_bias), shares(counters[l].weight);
+    const HostCopy outputs(counters[l].output_squares);
+    const int64_t *load = loads.as<int64_t>(), *by_bias = by_biases.as<int64_t>();
+    const double *weight = shares.as<double>(), *output = outputs.as<double>();
+    for (model::ParamId id : {p.w1, p.w3, p.w2}) {
+      const View squares = ctx.arena.allocate(DType::f64, {experts});
+      ops::elementwise::square_sums(ctx, weights.d(id), squares);
+      const HostCopy sums(squares);
+      for (int64_t e = 0; e < experts; ++e) layer.window[static_cast<size_t>(e)].gradient += sums.as<double>()[e];
+    }
     for (int64_t e = 0; e < experts; ++e) {
-      Expert& expert = layer.experts[static_cast<size_t>(e)];
-      expert.load += double(load[e]);
-      expert.by_bias += double(by_bias[e]);
-      expert.weight += weight[e];
-      for (model::ParamId id : {p.w1, p.w3, p.w2}) expert.gradient += square_sum(weights.d(id).at(e));
+      ExpertSums& sums = layer.window[static_cast<size_t>(e)];
+      sums.load += double(load[e]);
+      sums.by_bias += double(by_bias[e]);
+      sums.weight += weight[e];
+      sums.output += output[e];
     }
     const double q = double(std::accumulate(load, load + experts, int64_t{0})) / double(experts);
     const double max_vio = q > 0 ? double(*std::max_element(load, load + experts)) / q - 1 : 0;
@@ -72,43 +73,43 @@ void Guard::observe(const std::vector<ops::router::Counters>& counters, const mo
   ++steps_;
 }
 
-Guard::Signals Guard::signals(const Layer& layer) const {
-  Signals s;
-  double load = 0, weight = 0;
-  for (const Expert& e : layer.experts) {
-    load += e.load;
-    weight += e.weight;
-    s.gn.push_back(std::sqrt(e.gradient));
-  }
-  const double n = double(layer.experts.size()), typical = median(s.gn);
-  double entropy = 0;
-  for (size_t e = 0; e < layer.experts.size(); ++e) {
-    const Expert& expert = layer.experts[e];
-    s.u.push_back(load > 0 ? expert.load / load * n : 0);
-    s.omega.push_back(weight > 0 ? expert.weight / weight * n : 0);
-    s.rho.push_back(expert.load > 0 ? expert.by_bias / expert.load : 0);
-    s.gn[e] = typical > 0 ? s.gn[e] / typical : 0;
-    if (expert.load > 0) entropy -= expert.load / load * std::log(expert.load / load);
-  }
-  s.entropy = n > 1 ? entropy / std::log(n) : 1;
-  return s;
-}
-
-// Updates the counts of bad windows, adds events, and lists the dead.
-void Guard::judge(Layer& layer, const Signals& s, GuardEvent base, const View& bias, std::vector<GuardEvent>& events,
-                  std::vector<int64_t>& dead) const {
-  std::vector<int64_t> warned, cold;
+// Updates the counts of bad windows on the way.
+Guard::Findings Guard::judge(Layer& layer, const Signals& s, const View& bias) const {
+  Findings found;
   for (size_t e = 0; e < layer.experts.size(); ++e) {
     Expert& expert = layer.experts[e];
-    const bool worthless = s.rho[e] > 0.9 && s.omega[e] < 0.1 && s.gn[e] < 0.1;
+    const bool worthless = s.rho[e] > kBiasOnly && s.omega[e] < kNoShare && s.gn[e] < kNoGradient;
     expert.cold_windows = s.u[e] < kColdLoad ? expert.cold_windows + 1 : 0;
     expert.dead_windows = s.u[e] < kDeadLoad ? expert.dead_windows + 1 : 0;
     expert.worthless_windows = worthless ? expert.worthless_windows + 1 : 0;
     const int64_t id = static_cast<int64_t>(e);
-    if (expert.dead_windows >= kDeadWindows || expert.worthless_windows >= kWorthlessWindows) dead.push_back(id);
-    if (expert.cold_windows >= kColdWindows) cold.push_back(id);
-    if (s.u[e] < kWarnLoad || s.omega[e] < kWarnShare) warned.push_back(id);
+    const bool dead = expert.dead_windows >= kDeadWindows || expert.worthless_windows >= kWorthlessWindows;
+    if (dead) found.dead.push_back(id);
+    if (expert.cold_windows >= kColdWindows) found.cold.push_back(id);
+    if (s.u[e] < kWarnLoad || s.omega[e] < kWarnShare) found.warned.push_back(id);
   }
+  if (layer.settling > 0) {
+    --layer.settling;
+    return found;
+  }
+  const HostCopy biases(bias);
+  const float* b = biases.as<float>();
+  const auto [least, most] = std::minmax_element(b, b + bias.elements());
+  if (double(found.cold.size()) > kColdLayerShare * double(layer.experts.size()))
+    found.alarm = "more than 5 % of the experts are cold";
+  if (s.entropy < kEntropyFloor) found.alarm = fmt::format("load entropy {:.3f} of 1", s.entropy);
+  if (double(*most - *least) > kSpreadLimit) found.alarm = "bias spread above the score range: scores are saturated";
+  if (layer.uneven_steps >= kUnevenSteps) found.alarm = "MaxVio above five sampling floors for 50 steps";
+  return found;
+}
+
+bool Guard::can_be_revived(const Layer& layer, int64_t expert) const {
+  return layer.experts[static_cast<size_t>(expert)].revivals < options_.max_revivals;
+}
+
+// Reports one layer, revives its dead, and takes the next rung if it alarms.
+void Guard::act_on(Layer& layer, bool may_revive, const Signals& s, const GuardEvent& base,
+                   const model::Weights& weights, optim::Optimizer& optimizer, std::vector<GuardEvent>& events) const {
   const auto add = [&](const char* what, const std::vector<int64_t>& experts, std::string detail) {
     GuardEvent event = base;
     event.what = what;
@@ -116,92 +117,69 @@ void Guard::judge(Layer& layer, const Signals& s, GuardEvent base, const View& b
     event.detail = std::move(detail);
     events.push_back(std::move(event));
   };
-  if (!warned.empty()) add("warn", warned, "load below half, or mixing weight below a quarter, of the mean");
-  if (!cold.empty()) add("cold", cold, "load below a tenth of the mean for three windows");
-  if (!dead.empty())
-    add("dead", dead, "no load for three windows, or chosen by the bias alone without effect for five");
-  const float* b = bias.as<float>();
-  const auto [least, most] = std::minmax_element(b, b + bias.elements());
-  std::string alarm;
-  if (double(cold.size()) > kColdLayerShare * double(layer.experts.size()))
-    alarm = "more than 5 % of the experts are cold";
-  if (s.entropy < kEntropyFloor) alarm = fmt::format("load entropy {:.3f} of 1", s.entropy);
-  if (double(*most - *least) > kSpreadLimit) alarm = "bias spread above the score range: scores are saturated";
-  if (layer.uneven_steps >= kUnevenSteps) alarm = "MaxVio above five sampling floors for 50 steps";
-  if (!alarm.empty()) {
-    add("alarm", {},
-        alarm + "; use balance.method = \"quantile_centred\" with smoothing 0, more bins or a smaller width");
+  const Findings found = judge(layer, s, weights[model_->table().layer(layer.layer).moe.bias]);
+  if (!found.warned.empty())
+    add("warn", found.warned, "load below half, or mixing weight below a quarter, of the mean");
+  if (!found.cold.empty()) add("cold", found.cold, "load below a tenth of the mean for three windows");
+  if (!found.dead.empty())
+    add("dead", found.dead, "no load for three windows, or chosen by the bias alone without effect for five");
+  if (!found.alarm.empty())
+    add("alarm", found.cold,
+        found.alarm + (options_.escalate ? "" : "; set guard.escalate = true to have it answered"));
+  const bool answers = options_.escalate && !found.alarm.empty();
+  const int64_t rung = answers ? next_rung(layer, found, may_revive) : 0;
+
+  std::vector<int64_t> weak = found.dead;
+  for (int64_t e : found.cold) {
+    if (rung == kReviveRung && std::ranges::find(weak, e) == weak.end()) weak.push_back(e);
   }
+  int64_t left = may_revive ? std::max<int64_t>(1, model_->config().moe.experts / 128) : 0;
+  std::vector<double> strength = s.omega;  // of experts that have not been a donor in this window
+  for (int64_t e : weak) {
+    if (!can_be_revived(layer, e)) {
+      add("alarm", {e},
+          fmt::format(
+              "expert {} died again after {} re-initialisations; lower optim.learning_rate or use fewer experts", e,
+              options_.max_revivals));
+    } else if (left > 0) {
+      --left;
+      const int64_t donor = std::ranges::max_element(strength) - strength.begin();
+      strength[static_cast<size_t>(donor)] = -1;
+      revive(layer, e, donor, base.step, weights, optimizer);
+      add("revived", {e}, fmt::format("as a copy of expert {} with noise", donor));
+    }
+  }
+  if (rung > 0) events.push_back(take_rung(layer, rung, found, s, base));
 }
 
-// Splits the strongest expert: its weights with noise, its router row with noise, its bias; no memory of the old one.
-void Guard::revive(Layer& layer, int64_t expert, const Signals& s, int64_t step, const model::Weights& weights,
-                   optim::Optimizer& optimizer) const {
-  const model::MoeParams& p = model_->table().layer(layer.layer).moe;
-  const int64_t donor = std::max_element(s.omega.begin(), s.omega.end()) - s.omega.begin();
-  const Philox random(options_.seed ^ (uint64_t(layer.layer) << 40) ^ (uint64_t(expert) << 20), Purpose::guard,
-                      static_cast<uint64_t>(step));
-  uint64_t draw = 0;
-  for (model::ParamId id : {p.w1, p.w3, p.w2}) {
-    copy_with_noise(weights[id].at(donor), weights[id].at(expert), kWeightNoise, random, draw);
-    draw += static_cast<uint64_t>(weights[id].row_elements());
-    optimizer.reset_block(model_->table()[id].name, expert);
-  }
-  copy_with_noise(weights[p.router].at(donor), weights[p.router].at(expert), kRouterNoise, random, draw);
-  optimizer.reset_block(model_->table()[p.router].name, expert);
-  float* bias = weights[p.bias].as<float>();
-  const int64_t experts = weights[p.bias].elements();
-  bias[expert] = bias[donor];
-  double mean = 0;
-  for (int64_t e = 0; e < experts; ++e) mean += double(bias[e]) / double(experts);
-  for (int64_t e = 0; e < experts; ++e) bias[e] = float(double(bias[e]) - mean);
-  Expert& revived = layer.experts[static_cast<size_t>(expert)];
-  ++revived.revivals;
-  revived.cold_windows = revived.dead_windows = revived.worthless_windows = 0;
+static std::vector<double> values_of(const View& view) {
+  const HostCopy values(view);
+  return {values.as<float>(), values.as<float>() + view.elements()};
 }
 
 std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Weights& weights,
                                    optim::Optimizer& optimizer) {
   std::vector<GuardEvent> events;
   if (!options_.on || steps_ < options_.window) return events;
-  const int64_t at_once = std::max<int64_t>(1, model_->config().moe.experts / 128);
   for (Layer& layer : layers_) {
-    const Signals s = signals(layer);
+    const Signals s = signals_of(layer.window);
+    const model::MoeParams& p = model_->table().layer(layer.layer).moe;
     GuardEvent base;
     base.step = step;
     base.layer = layer.layer + 1;
-    std::vector<int64_t> dead;
-    if (step > options_.grace) {
-      judge(layer, s, base, weights[model_->table().layer(layer.layer).moe.bias], events, dead);
-    }
-    int64_t revived = 0;
-    for (int64_t e : dead) {
-      if (layer.experts[size_t(e)].revivals >= options_.max_revivals) {
-        GuardEvent event = base;
-        event.what = "alarm";
-        event.experts = {e};
-        event.detail = fmt::format(
-            "expert {} died again after {} re-initialisations; lower optim.learning_rate or use "
-            "fewer experts",
-            e, options_.max_revivals);
-        events.push_back(event);
-      }
-      const bool may = options_.revive && !decaying && layer.experts[size_t(e)].revivals < options_.max_revivals;
-      if (!may || revived >= at_once) continue;
-      ++revived;
-      revive(layer, e, s, step, weights, optimizer);
-      GuardEvent event = base;
-      event.what = "revived";
-      event.experts = {e};
-      events.push_back(event);
-    }
+    if (step > options_.grace) act_on(layer, options_.revive && !decaying, s, base, weights, optimizer, events);
     if (step % options_.audit < options_.window && step >= options_.audit) {
-      GuardEvent event = base;
-      event.what = "audit";
-      event.vectors = {{"load", s.u}, {"weight", s.omega}, {"by_bias", s.rho}, {"gradient", s.gn}};
-      events.push_back(event);
+      base.what = "audit";
+      base.vectors = {{"load", s.u},
+                      {"omega", s.omega},
+                      {"rho", s.rho},
+                      {"b", values_of(weights[p.bias])},
+                      {"on", s.on},
+                      {"gn", s.gn},
+                      {"cosine", router_cosines(weights[p.router])}};
+      events.push_back(base);
     }
-    for (Expert& e : layer.experts) e.load = e.weight = e.by_bias = e.gradient = 0;
+    std::ranges::fill(layer.window, ExpertSums{});
   }
   steps_ = 0;
   return events;
@@ -210,29 +188,42 @@ std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Wei
 std::string Guard::state() const {
   nlohmann::json j{{"steps", steps_}, {"layers", nlohmann::json::array()}};
   for (const Layer& layer : layers_) {
-    nlohmann::json experts = nlohmann::json::array();
+    nlohmann::json experts = nlohmann::json::array(), window = nlohmann::json::array();
     for (const Expert& e : layer.experts) {
-      experts.push_back(
-          {e.load, e.weight, e.by_bias, e.gradient, e.cold_windows, e.dead_windows, e.worthless_windows, e.revivals});
+      experts.push_back({e.cold_windows, e.dead_windows, e.worthless_windows, e.revivals});
     }
-    j["layers"].push_back({{"uneven_steps", layer.uneven_steps}, {"experts", experts}});
+    for (const ExpertSums& e : layer.window) window.push_back({e.load, e.weight, e.by_bias, e.gradient, e.output});
+    j["layers"].push_back({{"uneven_steps", layer.uneven_steps},
+                           {"rungs", layer.rungs},
+                           {"settling", layer.settling},
+                           {"experts", experts},
+                           {"window", window}});
   }
   return j.dump();
 }
 
 void Guard::restore(const std::string& text) {
-  const auto j = nlohmann::json::parse(text);
-  if (!j.contains("layers")) return;
-  TESSERA_CHECK(j["layers"].size() == layers_.size(), "guard state of {} layers for {}", j["layers"].size(),
-                layers_.size());
-  steps_ = j["steps"];
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    layers_[l].uneven_steps = j["layers"][l]["uneven_steps"];
-    for (size_t i = 0; i < layers_[l].experts.size(); ++i) {
-      const auto& from = j["layers"][l]["experts"].at(i);
-      Expert& e = layers_[l].experts[i];
-      e = {from[0], from[1], from[2], from[3], from[4], from[5], from[6], from[7]};
+  try {
+    const auto j = nlohmann::json::parse(text);
+    if (!j.contains("layers")) return;
+    TESSERA_CHECK(j["layers"].size() == layers_.size(), "guard state of {} layers for {}", j["layers"].size(),
+                  layers_.size());
+    steps_ = j.at("steps");
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      const auto& from = j["layers"][l];
+      Layer& layer = layers_[l];
+      layer.uneven_steps = from.at("uneven_steps");
+      layer.rungs = from.at("rungs").get<std::vector<int64_t>>();
+      layer.settling = from.at("settling");
+      for (size_t i = 0; i < layer.experts.size(); ++i) {
+        const auto &e = from.at("experts").at(i), &sums = from.at("window").at(i);
+        layer.experts[i] = {e.at(0), e.at(1), e.at(2), e.at(3)};
+        layer.window[i] = {sums.at(0), sums.at(1), sums.at(2), sums.at(3), sums.at(4)};
+      }
     }
+  } catch (const nlohmann::json::exception& e) {
+    fail_user("the guard's part of the training state cannot be read ({}); it was not written by a compatible version",
+              e.what());
   }
 }
 

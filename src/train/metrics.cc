@@ -112,6 +112,7 @@ void MetricsLog::write(const StepRow& row) {
   j["gradient_norm"] = row.report.gradient_norm;
   j["clip_scale"] = row.report.clip_scale;
   j["finite"] = row.report.finite;
+  if (!row.report.blind_routers.empty()) j["blind_routers"] = row.report.blind_routers;
   if (row.report.heads_clipped > 0) j["heads_clipped"] = row.report.heads_clipped;
   j["balance"] = balance_json(row.report);
   j["time"] = {{"seconds", row.seconds}, {"tokens_per_s", row.tokens_per_s}};

@@ -19,7 +19,7 @@ static void bind_balance(config::Options& o, ops::router::BalanceOptions& b) {
                 {"sign", Balance::sign},
                 {"none", Balance::none}},
                "how the router's bias follows the load");
-  o.add("balance.bins", &b.bins, "B, histogram bins an expert", at_least(8));
+  o.add("balance.bins", &b.bins, "B, histogram bins an expert; the guard may double them", at_least(8));
   o.add("balance.width", &b.width, "h of the centred bins: resolution around the current bias", above(0));
   o.add("balance.smoothing", &b.smoothing, "rho: share of the old bias that stays", between(0, 1));
   o.add("balance.sign_step", &b.sign_step, "gamma of the sign rule", above(0));
@@ -40,6 +40,8 @@ static void bind_optim(config::Options& o, RunConfig::Optim& c) {
   o.add("optim.decay_fraction", &c.decay_fraction, "share of the steps in the last part of wsd", between(0, 1));
   o.add("optim.floor_ratio", &c.floor_ratio, "rate at the end over the peak", between(0, 1));
   o.add("optim.weight_decay", &c.weight_decay, "decoupled, on matrices", at_least(0));
+  o.add("optim.decay_idle_experts", &c.decay_idle_experts,
+        "off: experts without a token in the step keep their weights from decay");
   o.add("optim.clip_norm", &c.rules.clip_norm, "largest global gradient norm; 0: off", at_least(0));
   o.add("optim.momentum", &c.rules.momentum, "Muon", between(0, 1));
   o.add("optim.nesterov", &c.rules.nesterov, "Muon");
@@ -65,8 +67,9 @@ void RunConfig::bind(config::Options& o) {
   o.add("train.tokens_per_step", &train.tokens_per_step, "tokens of a step; a multiple of data.context", at_least(1));
   o.add("train.micro_tokens", &train.micro_tokens,
         "tokens of one forward and backward; divides tokens_per_step; less means less memory", at_least(1));
-  o.add_choice("train.product", &train.product, {{"f32", Product::f32}, {"bf16", Product::bf16}},
-               "operands of large matrix products; sums are float32 in both");
+  o.add_choice(
+      "train.product", &train.product, {{"f32", Product::f32}, {"bf16", Product::bf16}},
+      "operands of projections, experts and the head; inside KDA and MLA the CPU keeps f32; sums are float32 always");
   o.add("train.recompute", &train.recompute, "layers, counted from 1, that recompute in backward instead of saving",
         at_least(1));
   o.add("train.recompute_all", &train.recompute_all, "every layer recomputes");
@@ -79,6 +82,10 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.window", &guard.window, "steps of one window of the watch", at_least(1));
   o.add("guard.grace", &guard.grace, "first steps that are not judged", at_least(0));
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
+  o.add("guard.escalate", &guard.escalate,
+        "answer each alarm of a layer in turn by centred bins, finer bins, a router z-loss, re-initialised cold "
+        "experts, and at last by stopping the run; off, and on a GPU: only report alarms");
+  o.add("guard.audit", &guard.audit, "steps between full records of every expert in metrics.jsonl", at_least(1));
 
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
         at_least(0));
@@ -105,9 +112,7 @@ void RunConfig::check(const std::string& where) const {
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);
   }
-  if (device == Device::cuda) {
-    fail_user("{}: run.device is \"cuda\", and this program has no CUDA back end for training; use \"cpu\"", where);
-  }
+  if (device == Device::cuda) gpu::require();
   schedule().validate();
 }
 
@@ -119,6 +124,17 @@ optim::Schedule RunConfig::schedule() const {
           .shape = optim.schedule,
           .decay_fraction = optim.decay_fraction,
           .decay_form = optim.decay_form};
+}
+
+GuardOptions RunConfig::guard_options() const {
+  return {.on = guard.on,
+          .revive = guard.revive,
+          .escalate = guard.escalate && device == Device::cpu,
+          .window = guard.window,
+          .grace = guard.grace,
+          .audit = guard.audit,
+          .seed = static_cast<uint64_t>(seed),
+          .router = {.balance = balance}};
 }
 
 model::ModelOptions RunConfig::model_options(const model::ModelConfig& c) const {
@@ -145,6 +161,14 @@ RunConfig load_run_config(const std::string& path, const std::function<void(conf
     c.model_file = beside.string();
   }
   c.check(path);
+  return c;
+}
+
+RunConfig parse_run_config(const std::string& toml, const std::string& where) {
+  RunConfig c;
+  config::Options options;
+  c.bind(options);
+  options.load_text(toml, where);
   return c;
 }
 

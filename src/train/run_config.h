@@ -9,6 +9,7 @@
 #include "model/model.h"
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
+#include "train/guard.h"
 
 namespace tessera::train {
 
@@ -42,6 +43,7 @@ struct RunConfig {
     double decay_fraction = 0.3;
     double floor_ratio = 0;
     double weight_decay = 0.1;
+    bool decay_idle_experts = true;
     double qk_clip = 0;  // tau; 0: off
     optim::Options rules;
   } optim;
@@ -53,6 +55,8 @@ struct RunConfig {
     int64_t window = 100;  // W, steps
     int64_t grace = 500;   // steps before anything is judged
     bool revive = true;    // re-initialise dead experts; off: only report
+    bool escalate = true;  // answer the alarms of a layer; off: only report
+    int64_t audit = 1000;  // steps between full records
   } guard;
 
   struct Eval {
@@ -68,6 +72,7 @@ struct RunConfig {
   void bind(config::Options& options);
   void check(const std::string& where) const;
   optim::Schedule schedule() const;
+  GuardOptions guard_options() const;
   model::ModelOptions model_options(const model::ModelConfig&) const;
   int64_t sequences_per_step() const { return train.tokens_per_step / data.context; }
   int64_t sequences_per_micro_batch() const { return train.micro_tokens / data.context; }
@@ -77,5 +82,7 @@ struct RunConfig {
 // directory, then beside the run file.
 RunConfig load_run_config(const std::string& path, const std::function<void(config::Options&)>& overrides);
 std::string dump_run_config(const RunConfig&);
+// As a checkpoint keeps it; whether this machine can run it is not asked. `where` names it in messages.
+RunConfig parse_run_config(const std::string& toml, const std::string& where);
 
 }  // namespace tessera::train

@@ -1,23 +1,39 @@
 #include "train/step.h"
 
+#include <fmt/format.h>
+
+#include <limits>
 #include <numeric>
 
 #include "optim/qk_clip.h"
 
 namespace tessera::train {
 
+// With the guard on: what it watches, and room for the bins it may ask for.
+static model::RecordOptions record_options(const RunConfig& run) {
+  const model::RouterOptions router{.balance = run.balance};
+  model::RecordOptions options{.router = router, .max_logit = run.optim.qk_clip > 0};
+  if (run.guard.on) options.counters = {true, with_every_rung(router).balance.bins};
+  return options;
+}
+
 Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
     : model_(model),
       run_(run),
       weights_(model::allocate_weights(ctx.arena, model.table(), ctx.activations(), true)),
       optimizer_(slots(run), run.optim.rules),
-      record_(model.allocate_record(ctx.arena, DType::f32, run.balance, run.optim.qk_clip > 0)) {
+      record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
   optimizer_.allocate_state(ctx);
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   targets_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   losses_ = ctx.arena.allocate(DType::f32, {run.train.micro_tokens});
   if (ctx.back_end() == Device::cuda) offsets_ = ctx.arena.allocate(DType::i64, {run.train.micro_tokens + 1});
   static_bytes_ = ctx.arena.used();
+}
+
+// Absent where the master is what ops read.
+static View working_copy(const model::Weights& weights, model::ParamId id) {
+  return weights[id].dtype() == DType::bf16 ? weights[id] : View();
 }
 
 std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
@@ -30,7 +46,9 @@ std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
                      .gradient = weights_.d(id),
                      .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
                      .blocks = p.blocks,
-                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay});
+                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
+                     .copy = working_copy(weights_, id)});
   }
   return slots;
 }
@@ -74,38 +92,83 @@ double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss
   return std::accumulate(host.begin(), host.end(), 0.0);
 }
 
-StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
-  const optim::StepReport update = optimizer_.step(ctx, learning_rate, step);
-  StepReport report{update.gradient_norm, update.clip_scale, update.finite, 0, {}};
+std::string StepReport::refusal() const {
+  if (finite) return "";
+  const char* changed =
+      "the step changed nothing; if it comes back, lower optim.learning_rate or start again from an "
+      "earlier checkpoint";
+  if (blind_routers.empty()) return fmt::format("the gradient is not finite; {}", changed);
+  return fmt::format("the router of layer {} met NaN or infinity; {}", fmt::join(blind_routers, ", "), changed);
+}
+
+// A token whose logits are not finite goes to no expert, so that neither loss nor gradient would show it.
+std::vector<int64_t> Stepper::blind_routers() const {
+  std::vector<int64_t> layers;
+  size_t moe = 0;
+  for (int64_t l = 0; l < model_.config().layers; ++l) {
+    if (!model_.config().is_moe(l)) continue;
+    int64_t rows = 0;
+    copy(record_.counters[moe++].invalid, View(&rows, DType::i64, {1}));
+    if (rows > 0) layers.push_back(l + 1);
+  }
+  return layers;
+}
+
+int64_t Stepper::clip_heads(Context& ctx) const {
   const model::ModelConfig& c = model_.config();
-  size_t mla = 0;
+  std::vector<optim::QkClipLayer> layers;
   for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
     if (!c.is_mla(l)) continue;
     const model::MlaParams& p = model_.table().layer(l).mla;
-    const View& max_logit = record_.max_logit[mla++];
-    if (update.finite) {
-      report.heads_clipped +=
-          optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
-                         max_logit, weights_[p.q_proj != model::kNone ? p.q_proj : p.q_b], weights_[p.kv_b]);
-    }
-    max_logit.zero();
+    const model::ParamId query = p.q_proj != model::kNone ? p.q_proj : p.q_b;
+    layers.push_back({.max_logit = record_.max_logit[layers.size()],
+                      .q_proj = weights_.master[static_cast<size_t>(query)],
+                      .kv_b = weights_.master[static_cast<size_t>(p.kv_b)],
+                      .q_copy = working_copy(weights_, query),
+                      .kv_copy = working_copy(weights_, p.kv_b)});
   }
-  if (guard != nullptr && update.finite) guard->observe(record_.counters, weights_);
+  return optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
+                        layers);
+}
+
+StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
+  StepReport report;
+  if (!ctx.dry()) report.blind_routers = blind_routers();
+  const optim::StepReport update = report.blind_routers.empty()
+                                       ? optimizer_.step(ctx, learning_rate, step)
+                                       : optim::StepReport{std::numeric_limits<double>::quiet_NaN(), 1, false};
+  report.gradient_norm = update.gradient_norm;
+  report.clip_scale = update.clip_scale;
+  report.finite = update.finite;
+  const model::ModelConfig& c = model_.config();
+  if (update.finite) report.heads_clipped = clip_heads(ctx);
+  for (const View& max_logit : record_.max_logit) max_logit.zero();
+  if (guard != nullptr && update.finite) guard->observe(ctx, record_.counters, weights_);
   model::zero_gradients(weights_);
   if (ctx.dry()) return report;
   const ops::router::Dims dims{0, c.moe.experts, c.moe.top_k};
   size_t moe = 0;
   for (int64_t l = 0; l < c.layers; ++l) {
     if (!c.is_moe(l)) continue;
+    const ops::router::BalanceOptions& options = record_.routers[moe].balance;
     const ops::router::Counters& counters = record_.counters[moe++];
     if (update.finite) {
       report.balance.push_back(
-          ops::router::balance(dims, run_.balance, weights_[model_.table().layer(l).moe.bias], counters));
+          ops::router::balance(dims, options, weights_[model_.table().layer(l).moe.bias], counters));
     } else {
       ops::router::clear(counters);
     }
   }
   return report;
+}
+
+void Stepper::set_routers(const std::vector<model::RouterOptions>& routers) {
+  TESSERA_CHECK(routers.size() == record_.routers.size(), "options of {} routers for {}", routers.size(),
+                record_.routers.size());
+  for (size_t l = 0; l < routers.size(); ++l) {
+    if (routers[l].balance != record_.routers[l].balance) restart(record_.counters[l], routers[l].balance);
+  }
+  record_.routers = routers;
 }
 
 std::vector<model::NamedView> Stepper::state() const {
@@ -121,12 +184,17 @@ std::vector<model::NamedView> Stepper::state() const {
       named.push_back({name.substr(0, hole) + std::to_string(e) + name.substr(hole + 2), view.at(e)});
     }
   }
-  // Zero at a step boundary, but for a layer that has yet to see enough tokens to move its bias.
+  const auto counts = pending_counts();
+  named.insert(named.end(), counts.begin(), counts.end());
+  return named;
+}
+
+std::vector<model::NamedView> Stepper::pending_counts() const {
+  std::vector<model::NamedView> named;
   for (size_t l = 0; l < record_.counters.size(); ++l) {
     const ops::router::Counters& c = record_.counters[l];
-    for (const auto& [what, view] :
-         {std::pair{"load", c.load}, std::pair{"weight", c.weight}, std::pair{"by_bias", c.by_bias},
-          std::pair{"histogram", c.histogram}, std::pair{"tokens", c.tokens}}) {
+    for (const auto& [what, view] : {std::pair{"load", c.pending_load}, std::pair{"histogram", c.histogram},
+                                     std::pair{"tokens", c.pending_tokens}}) {
       if (view.present()) named.push_back({fmt::format("balance.{}.{}", l, what), view});
     }
   }

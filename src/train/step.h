@@ -16,6 +16,9 @@ struct StepReport {
   bool finite = true;                               // false: the step changed nothing
   int64_t heads_clipped = 0;                        // QK-clip
   std::vector<ops::router::BalanceReport> balance;  // one a MoE layer
+  std::vector<int64_t> blind_routers;               // layers, from 1, whose router met NaN or infinity: not finite
+
+  std::string refusal() const;  // why nothing was changed, for people; empty: it was
 };
 
 class Stepper {
@@ -30,11 +33,15 @@ class Stepper {
   double accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens);
   // `guard` (may be null) sees the counters and gradients of a finite step before they are cleared.
   StepReport finish(Context& ctx, double learning_rate, int64_t step, Guard* guard = nullptr);
+  // How the routers are trained from the next step on, one a MoE layer: the guard's word, between steps. A layer that
+  // counts in another way than before starts at zero.
+  void set_routers(const std::vector<model::RouterOptions>& routers);
 
   const model::Model& model() const { return model_; }
   const model::Weights& weights() const { return weights_; }
   optim::Optimizer& optimizer() { return optimizer_; }
   const std::vector<ops::router::Counters>& counters() const { return record_.counters; }
+  const std::vector<model::RouterOptions>& routers() const { return record_.routers; }
   int64_t static_bytes() const { return static_bytes_; }
 
   // One micro-batch of at most `micro_tokens` in the buffers of the device. `offsets` must outlive it; ids and targets
@@ -43,9 +50,14 @@ class Stepper {
 
   // Everything a checkpoint holds, under published names; optimizer state as "<rule>.<moment>.<name>".
   std::vector<model::NamedView> state() const;
+  // The part of it named "balance.<layer>.<what>": counts of layers that have yet to see enough tokens to move their
+  // bias, else zero. Its shapes follow the routers' options.
+  std::vector<model::NamedView> pending_counts() const;
 
  private:
   std::vector<optim::Slot> slots(const RunConfig& run) const;
+  std::vector<int64_t> blind_routers() const;
+  int64_t clip_heads(Context& ctx) const;
   const model::Model& model_;
   const RunConfig& run_;
   model::Weights weights_;

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <deque>
 #include <filesystem>
 #include <fstream>
-#include <numeric>
 
-#include "ckpt/checkpoint.h"
+#include "core/host_copy.h"
 #include "core/log.h"
-#include "core/machine.h"
 #include "core/parallel.h"
 #include "data/build.h"
 #include "data/loader.h"
@@ -42,6 +41,15 @@ struct Trainer::Corpus {
         loader(plan),
         validation(valid,
                    {.context = c.data.context, .max_tokens = c.eval.tokens, .batch_tokens = c.train.micro_tokens}) {}
+
+  // Of the documents in a batch of sequences, without reading their tokens.
+  std::vector<int64_t> offsets(int64_t q_begin, int64_t count) {
+    std::vector<int64_t> offsets{0};
+    for (int64_t q = q_begin; q < q_begin + count; ++q) {
+      for (const data::Segment& segment : plan.sequence(q)) offsets.push_back(offsets.back() + segment.length);
+    }
+    return offsets;
+  }
 };
 
 // The arena and what lies in it for the whole run. The dry twin of the same calls is the plan.
@@ -58,17 +66,14 @@ Trainer::Trainer(RunConfig config)
     : config_(std::move(config)),
       model_(model::load_model_config(config_.model_file),
              config_.model_options(model::load_model_config(config_.model_file))),
-      guard_(model_, {config_.guard.on, config_.guard.revive, config_.guard.window, config_.guard.grace, 1000, 3,
-                      static_cast<uint64_t>(config_.seed)}) {
+      guard_(model_, config_.guard_options()) {
   if (config_.threads > 0) set_thread_count(static_cast<int>(config_.threads));
   if (!fs::exists(fs::path(config_.data.store) / "train" / "meta.json")) {
     fail_user("{}: no token store there; make one with `tessera data build TEXT --out DIR` and name it as data.store",
               config_.data.store);
   }
   corpus_ = std::make_unique<Corpus>(config_);
-  const bool quantile = config_.balance.method == ops::router::Balance::quantile_centred ||
-                        config_.balance.method == ops::router::Balance::quantile_uniform;
-  if (quantile && model_.config().moe.groups > 1) {
+  if (ops::router::counts_quantiles(config_.balance.method) && model_.config().moe.groups > 1) {
     fail_user(
         "{}: moe.groups is {}, and quantile balancing is not defined with expert groups; set balance.method = "
         "\"sign\" or \"none\"",
@@ -89,45 +94,34 @@ Trainer::~Trainer() = default;
 
 // ---- memory ----
 
-// One micro-batch, dry; returns the peak of the arena.
-static int64_t dry_peak(const model::Model& model, const RunConfig& config, std::span<const int64_t> offsets,
-                        int64_t* static_bytes) {
-  Arena arena = Arena::dry();
-  Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
-  Stepper stepper(ctx, model, config);
-  stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
-  stepper.finish(ctx, 0, 0);
-  *static_bytes = stepper.static_bytes();
-  return arena.peak();
-}
+// Where training goes on.
+struct Trainer::Position {
+  int64_t step = 0, next_sequence = 0;
+};
 
-MemoryPlan Trainer::plan_memory() {
-  MemoryPlan plan;
-  const int64_t sequences = config_.sequences_per_micro_batch();
-  for (int64_t q = 0; q < config_.sequences_per_step(); q += sequences) {
-    const data::Batch batch = corpus_->loader.batch(state_.next_sequence + q, sequences);
-    plan.planned_peak = std::max(plan.planned_peak, dry_peak(model_, config_, batch.offsets, &plan.static_bytes));
+// By the newest manifest that is right; that its tensors are, only loading them will show.
+Trainer::Position Trainer::expected_position() const {
+  try {
+    const auto newest = ckpt::newest_valid((fs::path(config_.dir) / "checkpoints").string());
+    if (!newest) return {};
+    const SavedState saved = parse_saved_state(ckpt::Reader(newest->path).manifest().state_json, newest->path);
+    return {saved.step, saved.next_sequence};
+  } catch (const UserError&) {
+    return {};  // resuming will say what is wrong
   }
-  // The worst packing for the chunked scan: every document is one token. Costs address space, not memory.
-  std::vector<int64_t> single(static_cast<size_t>(config_.train.micro_tokens) + 1);
-  std::iota(single.begin(), single.end(), int64_t{0});
-  const int64_t worst = dry_peak(model_, config_, single, &plan.static_bytes);
-  const int64_t evaluation =
-      plan.static_bytes + evaluation_bytes(model_, config_.train.micro_tokens, config_.train.product, config_.device);
-  plan.capacity = std::max(worst, evaluation);
-  return plan;
 }
 
-void Trainer::require_memory(const MemoryPlan& plan) const {
-  const int64_t available = inspect_machine().usable_memory_bytes();
-  const double limit = 0.95 * double(available);
-  if (double(plan.planned_peak) <= limit) return;
-  const double gib = double(int64_t{1} << 30);
-  fail_user(
-      "the run needs {:.1f} GiB ({:.1f} of them parameters, gradients and optimizer state) and {:.1f} GiB are "
-      "available; set train.micro_tokens = {}, or train.recompute_all = true, or choose a smaller model",
-      double(plan.planned_peak) / gib, double(plan.static_bytes) / gib, double(available) / gib,
-      std::max(config_.data.context, config_.train.micro_tokens / 2 / config_.data.context * config_.data.context));
+MemoryPlan Trainer::plan_from(const Position& at) {
+  // Sequences that are looked at: seconds of work. A longer run goes on with batches of the same documents (memory.md).
+  constexpr int64_t kAhead = 1 << 20;
+  const int64_t per_step = config_.sequences_per_step(), per_batch = config_.sequences_per_micro_batch();
+  const int64_t steps = std::min(config_.train.steps - at.step, kAhead / per_step + 1);
+  LargestBatches training, evaluation;
+  for (int64_t q = 0; q < steps * per_step; q += per_batch) {
+    training.add(corpus_->offsets(at.next_sequence + q, per_batch));
+  }
+  for (int64_t b = 0; b < corpus_->validation.count(); ++b) evaluation.add(corpus_->validation.batch(b).offsets);
+  return plan_memory(model_, config_, guard_.routers(), training, evaluation);
 }
 
 // ---- run directory ----
@@ -185,6 +179,14 @@ void Trainer::resume_or_initialise() {
   storage_->stepper.initialise(static_cast<uint64_t>(config_.seed));
 }
 
+// The routers of the run that wrote a checkpoint, as its guard had left them.
+static std::vector<model::RouterOptions> routers_of(const SavedState& saved, const model::Model& model,
+                                                    const std::string& where) {
+  Guard guard(model, parse_run_config(saved.run_toml, where + ": run").guard_options());
+  guard.restore(saved.guard);
+  return guard.routers();
+}
+
 void Trainer::resume(const std::string& checkpoint) {
   const ckpt::Reader reader(checkpoint);
   const SavedState saved = parse_saved_state(reader.manifest().state_json, checkpoint);
@@ -201,13 +203,38 @@ void Trainer::resume(const std::string& checkpoint) {
         "they were, or choose another run.dir",
         checkpoint, saved.plan_hash, state_.plan_hash);
   }
-  std::vector<ckpt::TensorRef> wanted;
-  for (const auto& [name, view] : storage_->stepper.state()) wanted.push_back({name, view});
-  ckpt::load_all(reader, wanted);
+  guard_.restore(saved.guard);
+  storage_->stepper.set_routers(guard_.routers());
+  load_tensors(reader, routers_of(saved, model_, checkpoint));
   state_.step = resumed_from_ = saved.step;
   state_.tokens = saved.tokens;
   state_.next_sequence = saved.next_sequence;
-  guard_.restore(saved.guard);
+}
+
+// Counts that wait for more tokens are not worth a refusal: under other balance options they start at zero.
+void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before) {
+  const Stepper& stepper = storage_->stepper;
+  const std::vector<model::NamedView> counts = stepper.pending_counts();
+  const auto is_count = [](const std::string& name) { return name.starts_with("balance."); };
+  const bool same_options = std::ranges::equal(routers_before, stepper.routers(), {}, &model::RouterOptions::balance,
+                                               &model::RouterOptions::balance);
+  const bool same_names =
+      std::ranges::count_if(reader.manifest().tensors, is_count, &ckpt::TensorRecord::name) == std::ssize(counts);
+  const bool fit = same_options && same_names && std::ranges::all_of(counts, [&](const auto& c) {
+                     return reader.holds({c.name, c.view});
+                   });
+  std::vector<ckpt::TensorRef> wanted;
+  for (const auto& [name, view] : stepper.state()) {
+    if (fit || !is_count(name)) wanted.push_back({name, view});
+  }
+  std::deque<HostCopy> staged;  // the tensors themselves on a CPU
+  for (ckpt::TensorRef& tensor : wanted) tensor.view = staged.emplace_back(tensor.view).view();
+  ckpt::load_all(reader, wanted, !fit);
+  for (const HostCopy& tensor : staged) tensor.put_back();
+  model::refresh_copies(stepper.weights());
+  if (fit) return;
+  for (const auto& [name, view] : counts) view.zero();
+  log_info("{}: was counted under other balance options; the routers count from zero", reader.path());
 }
 
 std::string Trainer::save() {
@@ -218,7 +245,10 @@ std::string Trainer::save() {
   state.model_fingerprint = model_.config().fingerprint();
   state.tokenizer_fingerprint = corpus_->tokenizer->fingerprint();
   state.state_json = to_json(state_);
-  for (const auto& [name, view] : storage_->stepper.state()) state.tensors.push_back({name, view});
+  std::deque<HostCopy> staged;
+  for (const auto& [name, view] : storage_->stepper.state()) {
+    state.tensors.push_back({name, staged.emplace_back(view).view()});
+  }
   const std::string root = (fs::path(config_.dir) / "checkpoints").string();
   const ckpt::SaveReport report = ckpt::save(root, state, {.keep_last = config_.checkpoint.keep_last});
   for (const std::string& warning : report.warnings) log_warning("{}", warning);
@@ -266,11 +296,15 @@ EvalReport Trainer::evaluate_now() {
 
 RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
-  result.plan = plan_memory();
-  require_memory(result.plan);
+  const Position expected = expected_position();
+  result.plan = plan_from(expected);
+  require_memory(result.plan, config_);
+  corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
   const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
-  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity), config_.device, model_, config_);
+  storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_,
+                                       config_);
   resume_or_initialise();
+  if (state_.step != expected.step) result.plan = plan_from({state_.step, state_.next_sequence});
   write_run_files();
   MetricsLog metrics((fs::path(config_.dir) / "metrics.jsonl").string(), resumed_from_);
   const StopSignals signals;
@@ -298,17 +332,19 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   }
   const int64_t decay_begin = config_.schedule().decay_begin();
   int64_t saved_at = resumed_from_, steps_here = 0;
-  while (state_.step < config_.train.steps && !StopSignals::asked()) {
+  std::string question;  // of the guard: it has nothing left to try
+  while (state_.step < config_.train.steps && !StopSignals::asked() && question.empty()) {
     Progress p{take_step(), config_.train.steps, 0, {}};
     ++steps_here;
     const auto events =
         guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
+    storage_->stepper.set_routers(guard_.routers());
     metrics.write(p.row);
+    if (!p.row.report.finite) log_warning("step {}: {}", p.row.step, p.row.report.refusal());
     for (const GuardEvent& event : events) {
       metrics.write(event);
-      if (event.what == "alarm" || event.what == "revived") {
-        log_warning("step {}, layer {}: {} {}", event.step, event.layer, event.what, event.detail);
-      }
+      if (event.what == "stop") question = to_text(event);
+      if (event.what == "alarm" || event.what == "revived" || event.what == "rung") log_warning("{}", to_text(event));
     }
     const bool last = state_.step == config_.train.steps;
     if (last || (config_.eval.every > 0 && state_.step % config_.eval.every == 0)) evaluate_and_report(p);
@@ -330,6 +366,13 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
     result.checkpoint = find_checkpoint(config_.dir);
   }
   result.stopped_early = state_.step < config_.train.steps;
+  if (result.stopped_early && !question.empty()) {
+    fail_user(
+        "{}; the run is stopped and saved as {}. The guard's rows of {}/metrics.jsonl say what was tried. Move the "
+        "latest checkpoints away and go on from an earlier one with a lower optim.learning_rate, or go on from here "
+        "with guard.escalate = false",
+        question, result.checkpoint, config_.dir);
+  }
   result.step = state_.step;
   result.resumed_from = resumed_from_;
   result.tokens = state_.tokens;

@@ -10,20 +10,15 @@
 #include <optional>
 #include <string>
 
+#include "ckpt/checkpoint.h"
 #include "train/evaluate.h"
 #include "train/guard.h"
+#include "train/memory_plan.h"
 #include "train/metrics.h"
 #include "train/saved_model.h"
 #include "train/step.h"
 
 namespace tessera::train {
-
-// Bytes of a run on this machine: what the dry run says, before anything is allocated.
-struct MemoryPlan {
-  int64_t static_bytes = 0;  // parameters, gradients, optimizer state, counters, batch buffers
-  int64_t planned_peak = 0;  // with the activations of the first step's batches
-  int64_t capacity = 0;      // address space taken: the worst packing of documents, or an evaluation
-};
 
 struct Progress {
   StepRow row;
@@ -56,11 +51,13 @@ class Trainer {
  private:
   struct Corpus;
   struct Storage;
-  MemoryPlan plan_memory();
-  void require_memory(const MemoryPlan& plan) const;
+  struct Position;
+  Position expected_position() const;
+  MemoryPlan plan_from(const Position&);
   void write_run_files() const;
   void resume_or_initialise();
   void resume(const std::string& checkpoint);
+  void load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before);
   StepRow take_step();
   EvalReport evaluate_now();
   std::string save();

@@ -31,10 +31,11 @@ enum class GradientRule : uint8_t {
 struct Tensor {
   std::string name;
   std::vector<int64_t> shape;
-  std::vector<double> values;
+  std::vector<double> values;  // fewer than elements(): repeated, where a speed case is too large for a host to hold
   GradientRule gradient = GradientRule::overwrite;
   DType dtype = DType::none;  // none: the type under test (f32, f64 or bf16); i32 and i64 stay as they are
   bool exact = false;         // exact_type of the type under test: statistics, gains, states, routing weights
+  double bf16_limit = 0;      // of the gradient, in place of the case's limit_bf16_gradient; 0: that one
 
   int64_t elements() const;
 };
@@ -42,6 +43,10 @@ struct Tensor {
 // Normal values times `scale`, from Philox keyed by (name, seed).
 Tensor random_tensor(std::string name, std::vector<int64_t> shape, double scale = 1.0,
                      GradientRule gradient = GradientRule::overwrite, uint64_t seed = 0);
+
+// The same of at most `period` values, repeated. Take a prime, or a prime number of rows: no two heads are alike then.
+Tensor periodic_tensor(std::string name, std::vector<int64_t> shape, int64_t period, double scale = 1.0,
+                       GradientRule gradient = GradientRule::overwrite);
 
 // Views of one run, in the order of the tables. `d_outputs` empty: forward only (inference: nothing need be saved).
 struct Run {
@@ -77,6 +82,7 @@ struct SpeedCase {
   std::function<std::vector<Tensor>()> inputs;
   std::vector<std::vector<int64_t>> output_shapes;
   std::function<void(const Run&)> run;
+  std::vector<size_t> exact_outputs = {};  // which of the outputs are exact_type
 };
 
 struct OpTable {
@@ -88,6 +94,7 @@ struct OpTable {
   std::vector<DType> cuda_types = {DType::f32, DType::bf16};  // of activations, on a GPU
   std::function<bool(const Case&)> on_cuda = nullptr;         // which of `cases` are run there; null: all
   std::vector<Case> cuda_cases = {};                          // only there: shapes too large for finite differences
+  std::vector<SpeedCase> cuda_speed = {};                     // only there: sizes that would take a CPU minutes
 };
 
 std::vector<Result> check_oracle(const OpTable& table, const Case& c);

@@ -38,4 +38,19 @@ void add(Context& ctx, const View& a, const View& b, const View& y) {
 
 void add_to(Context& ctx, const View& a, const View& y) { add(ctx, a, y, y); }
 
+void square_sums(Context& ctx, const View& x, const View& sums) {
+  check_view(x, DType::f32, x.shape(), "square_sums x");
+  check_view(sums, DType::f64, {sums.elements()}, "square_sums sums");
+  OpScope op(ctx, "square_sums", Pass::forward, {.vector_flops = 2 * x.elements(), .bytes_moved = x.bytes()});
+  if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::square_sums(ctx.stream(), x, sums);
+  const int64_t parts = sums.elements(), length = parts > 0 ? x.elements() / parts : 0;
+  parallel_items(parts, [&](int64_t part) {
+    const float* values = x.as<float>() + part * length;
+    double sum = 0;
+    for (int64_t i = 0; i < length; ++i) sum += double(values[i]) * double(values[i]);
+    sums.as<double>()[part] = sum;
+  });
+}
+
 }  // namespace tessera::ops::elementwise

@@ -6,9 +6,10 @@
 namespace tessera::ops::experts {
 
 enum class Routing : uint8_t {
-  spread,    // k different experts a token, at random
-  crowded,   // every first choice is expert 0; others at random
-  half_used  // odd experts are never chosen, every third slot is empty, token 0 is routed nowhere
+  spread,     // k different experts a token, at random
+  crowded,    // every first choice is expert 0; others at random
+  half_used,  // odd experts are never chosen, every third slot is empty, token 0 is routed nowhere
+  skewed      // low experts are likelier: the first of 128 has four times the mean
 };
 
 const check::OpTable& table();

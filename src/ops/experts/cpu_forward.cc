@@ -65,6 +65,23 @@ struct Forward {
   }
 };
 
+// Each expert's rows are summed by one thread, in order.
+template <class Real>
+void add_squares(const Dims& d, const ForwardWorkspace& workspace, const View& squares) {
+  const int64_t *offsets = workspace.offsets.as<int64_t>(), *slots = workspace.slots.as<int64_t>();
+  parallel_items(d.experts, [&](int64_t e) {
+    double sum = 0;
+    for (int64_t row = offsets[e]; row < offsets[e + 1]; ++row) {
+      const Real* y = workspace.y.as<Real>() + slots[row] * d.width;
+      double of_row = 0;
+#pragma omp simd reduction(+ : of_row)
+      for (int64_t i = 0; i < d.width; ++i) of_row += double(y[i]) * double(y[i]);
+      sum += of_row;
+    }
+    squares.as<double>()[e] += sum;
+  });
+}
+
 }  // namespace
 
 void forward(const Dims& d, Product product, const Inputs& in, const Outputs& out, Saved* saved,
@@ -74,6 +91,7 @@ void forward(const Dims& d, Product product, const Inputs& in, const Outputs& ou
     using Real = decltype(real);
     const Forward<Real> work{d, product, in, saved, workspace};
     glu::dispatch_activation<Real>(d.activation, [&](const auto& act) { work.run(act); });
+    if (out.squares.present()) add_squares<Real>(d, workspace, out.squares);
     combine_slots(d, in.indices.as<int32_t>(), in.weights.as<Real>(), workspace.y.as<Real>(), out.y);
   });
 }

@@ -1,6 +1,6 @@
 // Matrix products on the GPU: the one place that talks to cuBLASLt. Building block of the ops; charges no ledger.
 //
-//   C (m, n) = alpha op(A) op(B) + beta C,  row-major, float32 accumulation; beta == 0 never reads C.
+//   D (m, n) = alpha op(A) op(B) + beta C,  row-major, float32 accumulation; beta == 0 never reads C. D is C, or apart.
 //
 //   bf16 x bf16 -> bf16 or f32 on the tensor cores,   f32 x f32 -> f32 without rounding of the operands (no TF32)
 //
@@ -25,6 +25,7 @@ struct GpuProduct {
   int64_t m, n, k;  // any may be 0, k only with beta == 1: there is nothing to add
   Trans trans_a = Trans::no, trans_b = Trans::no;
   GpuOperand a, b, c;
+  GpuOperand d = {};  // absent: C is overwritten. Of the type of C
   float alpha = 1, beta = 0;
   int64_t batches = 1;
 };

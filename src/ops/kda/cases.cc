@@ -1,26 +1,12 @@
 #include "ops/kda/cases.h"
 
+#include "ops/kda/cuda_cases.h"
 #include "ops/kda/problem.h"
 
 namespace tessera::ops::kda {
 namespace {
 
-using check::Tensor;
 using reference::Values;
-
-check::Case make_case(const Problem& p) {
-  return {
-      .name = p.name(),
-      .inputs = [=] { return p.tensors(); },
-      .reference = [=](const std::vector<Tensor>& in) { return p.outputs(reference::forward(p.dims, p.values(in))); },
-      .run = [=](const check::Run& r) { run_views(p, r); }};
-}
-
-template <class Change>
-Problem changed(Problem p, Change&& change) {
-  change(p);
-  return p;
-}
 
 // Small, since every value is differenced: lengths around tiles and chunks, packs, both gates and their ends.
 std::vector<check::Case> small_cases() {
@@ -113,17 +99,22 @@ std::vector<check::Result> more() {
 check::SpeedCase speed_case(int64_t tokens, int64_t heads, int64_t dim) {
   Problem p = make_problem({tokens}, heads, dim, dim, 64);
   p.initial_state = false;
+  p.distinct_rows = 8191;  // prime
   return {.name = fmt::format("T {} H {} K {}", tokens, heads, dim),
           .inputs = [=] { return p.tensors(); },
           .output_shapes = {{tokens, heads, dim}, {1, heads, dim, dim}},
-          .run = [=](const check::Run& r) { run_views(p, r); }};
+          .run = [=](const check::Run& r) { run_views(p, r); },
+          .exact_outputs = {1}};
 }
 
 const check::OpTable& table() {
   static const check::OpTable t{.op = "kda",
                                 .cases = small_cases(),
                                 .speed = {speed_case(2048, 8, 128), speed_case(32768, 8, 128), speed_case(8192, 4, 32)},
-                                .more = more};
+                                .more = more,
+                                .cuda_types = {DType::bf16},
+                                .on_cuda = [](const check::Case&) { return false; },  // too narrow for its kernels
+                                .cuda_cases = cuda_cases()};
   return t;
 }
 

@@ -3,6 +3,8 @@
 
 #include "core/parallel.h"
 #include "ops/kda/cpu.h"
+#include "ops/kda/cuda.h"
+#include "ops/kda/cuda_backward.h"
 
 namespace tessera::ops::kda {
 namespace {
@@ -17,10 +19,27 @@ void check_dims(const Dims& d) {
                 "kda gate bounded by {}, wanted [-5, 0)", d.lower_bound);
 }
 
+// Of the back end beside those of the op: what its kernels are made for.
+void check_back_end(const Dims& d, const Documents& documents, DType dtype, const Context& ctx) {
+  if (ctx.back_end() != Device::cuda) return;
+  if (d.key_dim != d.value_dim || d.heads != d.value_heads ||
+      (d.key_dim != 32 && d.key_dim != 64 && d.key_dim != 128)) {
+    fail_user(
+        "kda on the GPU: found {} key heads of {} and {} value heads of {}, wanted as many of each and widths 32, 64 "
+        "or "
+        "128, the same for keys and values; change the model, or set device = \"cpu\"",
+        d.heads, d.key_dim, d.value_heads, d.value_dim);
+  }
+  TESSERA_CHECK(dtype == DType::bf16, "kda on the GPU with activations of {}, wanted bf16", name_of(dtype));
+  TESSERA_CHECK(ctx.dry() || documents.gpu_offsets != nullptr, "kda on the GPU: the offsets are not there");
+}
+
 Shape state_shape(const Dims& d, int64_t n) { return {n, d.value_heads, d.value_dim, d.key_dim}; }
 
-void check_inputs(const Dims& d, const Inputs& in, DType dtype) {
+void check_inputs(const Context& ctx, const Dims& d, const Inputs& in, DType dtype) {
+  const DType exact = exact_type(dtype);
   check_dims(d);
+  check_back_end(d, in.documents, dtype, ctx);
   in.documents.check(d.tokens);
   check_view(in.q, dtype, {d.tokens, d.heads, d.key_dim}, "kda q");
   check_view(in.k, dtype, {d.tokens, d.heads, d.key_dim}, "kda k");
@@ -28,22 +47,24 @@ void check_inputs(const Dims& d, const Inputs& in, DType dtype) {
   check_view(in.z, dtype, {d.tokens, d.value_heads, d.key_dim}, "kda z");
   check_view(in.beta_logit, dtype, {d.tokens, d.value_heads}, "kda beta_logit");
   TESSERA_CHECK(in.a_log.present() || d.gate == Gate::bounded, "kda a_log is absent with the unbounded gate");
-  if (in.a_log.present()) check_view(in.a_log, dtype, {d.value_heads}, "kda a_log");
-  check_view(in.dt_bias, dtype, {d.value_heads, d.key_dim}, "kda dt_bias");
+  if (in.a_log.present()) check_view(in.a_log, exact, {d.value_heads}, "kda a_log");
+  check_view(in.dt_bias, exact, {d.value_heads, d.key_dim}, "kda dt_bias");
   if (in.initial_state.present()) {
-    check_view(in.initial_state, dtype, state_shape(d, in.documents.count()), "kda initial_state");
+    check_view(in.initial_state, exact, state_shape(d, in.documents.count()), "kda initial_state");
   }
 }
 
-void check_saved(const Dims& d, const Saved& saved, int64_t chunks, DType dtype) {
+void check_saved(const Context& ctx, const Dims& d, const Saved& saved, int64_t chunks, DType dtype) {
+  if (ctx.back_end() == Device::cuda) return;  // nothing is
   check_view(saved.inverse, dtype, {chunks, d.value_heads, d.chunk, d.chunk}, "kda saved inverse");
   check_view(saved.states, dtype, state_shape(d, chunks), "kda saved states");
 }
 
 void check_grads(const Dims& d, const Inputs& in, const OutputGrads& dout, const Grads& grads, DType dtype) {
+  const DType exact = exact_type(dtype);
   check_view(dout.o, dtype, in.v.shape(), "kda do");
   if (dout.final_state.present()) {
-    check_view(dout.final_state, dtype, state_shape(d, in.documents.count()), "kda dfinal_state");
+    check_view(dout.final_state, exact, state_shape(d, in.documents.count()), "kda dfinal_state");
   }
   check_view(grads.q, dtype, in.q.shape(), "kda dq");
   check_view(grads.k, dtype, in.k.shape(), "kda dk");
@@ -51,10 +72,10 @@ void check_grads(const Dims& d, const Inputs& in, const OutputGrads& dout, const
   check_view(grads.z, dtype, in.z.shape(), "kda dz");
   check_view(grads.beta_logit, dtype, in.beta_logit.shape(), "kda dbeta_logit");
   TESSERA_CHECK(grads.a_log.present() == in.a_log.present(), "kda a_log and its gradient: one is absent");
-  if (grads.a_log.present()) check_view(grads.a_log, dtype, in.a_log.shape(), "kda da_log");
-  check_view(grads.dt_bias, dtype, in.dt_bias.shape(), "kda ddt_bias");
+  if (grads.a_log.present()) check_view(grads.a_log, exact, in.a_log.shape(), "kda da_log");
+  check_view(grads.dt_bias, exact, in.dt_bias.shape(), "kda ddt_bias");
   if (grads.initial_state.present()) {
-    check_view(grads.initial_state, dtype, state_shape(d, in.documents.count()), "kda dinitial_state");
+    check_view(grads.initial_state, exact, state_shape(d, in.documents.count()), "kda dinitial_state");
   }
 }
 
@@ -76,12 +97,13 @@ double product_flops(const Dims& d, double n, Pass pass) {
   return pass == Pass::forward ? 6 * k * v + n * (2 * k + v) + n * n : 12 * k * v + 4 * n * (k + v);
 }
 
-Costs step_costs(const Dims& d, DType dtype) {
+Costs step_costs(const Dims& d, DType dtype, Device back_end) {
   const int64_t states = d.tokens * d.value_heads * d.key_dim * d.value_dim;
+  const int64_t scratch = back_end == Device::cuda ? 0 : thread_count() * cpu::step_scratch(d) * bytes_of(dtype);
   return {.gemm_flops = 6 * states,
           .vector_flops = states,
-          .bytes_moved = 2 * states * bytes_of(dtype),
-          .workspace_bytes = Arena::aligned(thread_count() * cpu::step_scratch(d) * bytes_of(dtype))};
+          .bytes_moved = 2 * states * bytes_of(exact_type(dtype)),
+          .workspace_bytes = Arena::aligned(scratch)};
 }
 
 }  // namespace
@@ -92,30 +114,32 @@ int64_t chunk_count(const Documents& documents, int64_t chunk) {
   return chunks;
 }
 
-Costs costs(const Dims& d, int64_t chunks, DType dtype, Pass pass) {
+Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, Device back_end) {
+  const bool cuda = back_end == Device::cuda, forward = pass == Pass::forward;
+  const int64_t chunks = chunk_count(documents, cuda ? cuda::kChunk : d.chunk);
   const int64_t element = bytes_of(dtype), rows = d.tokens * d.value_heads;
   const double mean = chunks == 0 ? 0.0 : double(d.tokens) / double(chunks);
-  const int64_t products = static_cast<int64_t>(double(rows) * product_flops(d, mean, pass));
-  const int64_t inverse = chunks * d.value_heads * d.chunk * d.chunk;
-  const int64_t states = chunks * d.value_heads * d.value_dim * d.key_dim;
+  const int64_t inverse = cuda ? 0 : chunks * d.value_heads * d.chunk * d.chunk;
+  const int64_t states = cuda ? 0 : chunks * d.value_heads * d.value_dim * d.key_dim;
   const int64_t inputs = 2 * d.tokens * d.heads * d.key_dim + rows * (d.value_dim + d.key_dim + 1);
-  if (pass == Pass::forward) {
-    const int64_t scratch = thread_count() * cpu::forward_scratch(d, dtype);
-    return {.gemm_flops = products,
-            .vector_flops = rows * (90 * d.key_dim + 5 * d.value_dim),
-            .bytes_moved = (inputs + rows * d.value_dim) * element,
-            .saved_bytes = Arena::aligned(inverse * element) + Arena::aligned(states * element),
-            .workspace_bytes = Arena::aligned(scratch * element) + parts_bytes(d)};
+  Costs c{.gemm_flops = static_cast<int64_t>(double(rows) * product_flops(d, mean, pass)),
+          .vector_flops = rows * (forward ? 90 * d.key_dim + 5 * d.value_dim : 200 * d.key_dim + 10 * d.value_dim),
+          .bytes_moved = (inputs + rows * d.value_dim + (forward ? 0 : inputs + inverse + states)) * element,
+          .saved_bytes = forward ? Arena::aligned(inverse * element) + Arena::aligned(states * element) : 0};
+  if (cuda) {
+    const cuda::Plan plan = cuda::plan(d, documents);
+    c.workspace_bytes = cuda::workspace_bytes(d, plan) + (forward ? 0 : cuda::backward_workspace_bytes(d, plan));
+  } else {
+    const int64_t scratch =
+        thread_count() * (forward ? cpu::forward_scratch(d, dtype) : cpu::backward_scratch(d, dtype));
+    const int64_t partials = forward ? 0 : cpu::part_count(d.tokens) * d.value_heads * cpu::partial_width(d);
+    c.workspace_bytes = Arena::aligned(scratch * element) + Arena::aligned(partials * element) + parts_bytes(d);
   }
-  const int64_t scratch = thread_count() * cpu::backward_scratch(d, dtype);
-  const int64_t partials = cpu::part_count(d.tokens) * d.value_heads * cpu::partial_width(d);
-  return {.gemm_flops = products,
-          .vector_flops = rows * (200 * d.key_dim + 10 * d.value_dim),
-          .bytes_moved = (2 * inputs + rows * d.value_dim + inverse + states) * element,
-          .workspace_bytes = Arena::aligned(scratch * element) + Arena::aligned(partials * element) + parts_bytes(d)};
+  return c;
 }
 
 Saved allocate_saved(Context& ctx, const Dims& d, const Documents& documents, DType dtype) {
+  if (ctx.back_end() == Device::cuda) return {};
   const int64_t chunks = chunk_count(documents, d.chunk);
   return {ctx.arena.allocate(dtype, {chunks, d.value_heads, d.chunk, d.chunk}),
           ctx.arena.allocate(dtype, state_shape(d, chunks))};
@@ -123,14 +147,19 @@ Saved allocate_saved(Context& ctx, const Dims& d, const Documents& documents, DT
 
 void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
   const DType dtype = in.q.dtype();
-  check_inputs(d, in, dtype);
-  const int64_t chunks = chunk_count(in.documents, d.chunk);
+  check_inputs(ctx, d, in, dtype);
   check_view(out.o, dtype, in.v.shape(), "kda o");
   if (out.final_state.present()) {
-    check_view(out.final_state, dtype, state_shape(d, in.documents.count()), "kda final_state");
+    check_view(out.final_state, exact_type(dtype), state_shape(d, in.documents.count()), "kda final_state");
   }
-  if (saved != nullptr) check_saved(d, *saved, chunks, dtype);
-  OpScope op(ctx, "kda", Pass::forward, costs(d, chunks, dtype, Pass::forward));
+  if (saved != nullptr) check_saved(ctx, d, *saved, chunk_count(in.documents, d.chunk), dtype);
+  OpScope op(ctx, "kda", Pass::forward, costs(d, in.documents, dtype, Pass::forward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    const cuda::Plan plan = cuda::plan(d, in.documents);
+    const cuda::Workspace workspace = cuda::allocate_workspace(ctx.arena, d, plan);
+    if (!ctx.dry()) cuda::forward(ctx.stream(), d, in, out, plan, workspace);
+    return;
+  }
   const View scratch = ctx.arena.allocate(dtype, {thread_count(), cpu::forward_scratch(d, dtype)});
   const View parts = allocate_parts(ctx, d);
   if (ctx.dry()) return;
@@ -140,11 +169,17 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, 
 void backward(Context& ctx, const Dims& d, const Inputs& in, const Saved& saved, const OutputGrads& dout,
               const Grads& grads) {
   const DType dtype = in.q.dtype();
-  check_inputs(d, in, dtype);
-  const int64_t chunks = chunk_count(in.documents, d.chunk);
-  check_saved(d, saved, chunks, dtype);
+  check_inputs(ctx, d, in, dtype);
+  check_saved(ctx, d, saved, chunk_count(in.documents, d.chunk), dtype);
   check_grads(d, in, dout, grads, dtype);
-  OpScope op(ctx, "kda", Pass::backward, costs(d, chunks, dtype, Pass::backward));
+  OpScope op(ctx, "kda", Pass::backward, costs(d, in.documents, dtype, Pass::backward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    const cuda::Plan plan = cuda::plan(d, in.documents);
+    const cuda::Workspace workspace = cuda::allocate_workspace(ctx.arena, d, plan);
+    const cuda::BackwardWorkspace more = cuda::allocate_backward_workspace(ctx.arena, d, plan);
+    if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, dout, grads, plan, workspace, more);
+    return;
+  }
   const View scratch = ctx.arena.allocate(dtype, {thread_count(), cpu::backward_scratch(d, dtype)});
   const View partials = ctx.arena.allocate(dtype, {cpu::part_count(d.tokens), d.value_heads, cpu::partial_width(d)});
   const View parts = allocate_parts(ctx, d);
@@ -154,12 +189,16 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const Saved& saved,
 
 void step(Context& ctx, const Dims& d, const Inputs& in, const View& state, const View& o) {
   const DType dtype = in.q.dtype();
-  check_inputs(d, in, dtype);
+  check_inputs(ctx, d, in, dtype);
   TESSERA_CHECK(in.documents.count() == d.tokens, "kda step with {} tokens of {} sequences, wanted one each", d.tokens,
                 in.documents.count());
-  check_view(state, dtype, state_shape(d, d.tokens), "kda state");
+  check_view(state, exact_type(dtype), state_shape(d, d.tokens), "kda state");
   check_view(o, dtype, in.v.shape(), "kda o");
-  OpScope op(ctx, "kda_step", Pass::forward, step_costs(d, dtype));
+  OpScope op(ctx, "kda_step", Pass::forward, step_costs(d, dtype, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    if (!ctx.dry()) cuda::step(ctx.stream(), d, in, state, o);
+    return;
+  }
   const View scratch = ctx.arena.allocate(dtype, {thread_count(), cpu::step_scratch(d)});
   if (ctx.dry()) return;
   cpu::step(d, in, state, o, scratch);

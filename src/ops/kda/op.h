@@ -3,7 +3,8 @@
 //
 //   Sbar_t = diag(e^{g_t}) S_{t-1};   S_t = Sbar_t + beta_t k_t (v_t - Sbar_t^T k_t)^T;   o_t = scale S_t^T q_t
 //
-// computed in chunks of C tokens (WY form), so that the work is matrix products and the cost linear in T.
+// computed in chunks of C tokens (WY form), so that the work is matrix products and the cost linear in T. CUDA has bf16
+// activations, HV = H, K = V = 32, 64 or 128, and chunks of 64 whatever `chunk` says.
 // Source: attention.md 2 (gates), 3 (chunked form), 4.2 and 5 (backward), 8.1 (packed documents); Kimi Linear report.
 #pragma once
 
@@ -25,6 +26,7 @@ struct Dims {
   bool negative_eigenvalues = false;  // beta = 2 sigmoid(.)
   double scale = 0;                   // 0: K^(-1/2)
 };
+// States, a_log, dt_bias and their gradients are exact_type.
 struct Inputs {
   View q, k;           // (T, H, K), L2-normalised rows
   View v;              // (T, HV, V)
@@ -39,7 +41,7 @@ struct Outputs {
   View o;            // (T, HV, V)
   View final_state;  // (N, HV, V, K), V-first; absent: not wanted; may be initial_state's memory in inference
 };
-struct Saved {   // what backward needs beside the inputs
+struct Saved {   // what backward needs beside the inputs; both absent on CUDA, which makes them again
   View inverse;  // (M, HV, C, C): M = (I + A)^{-1} of every chunk; M chunks in all
   View states;   // (M, HV, V, K): the state each chunk began from
 };
@@ -55,7 +57,7 @@ struct Grads {
 
 int64_t chunk_count(const Documents&, int64_t chunk);  // sum over documents of ceil(length / C)
 
-Costs costs(const Dims&, int64_t chunks, DType, Pass);
+Costs costs(const Dims&, const Documents&, DType, Pass, Device back_end = Device::cpu);
 Saved allocate_saved(Context&, const Dims&, const Documents&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference

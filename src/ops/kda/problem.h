@@ -19,7 +19,8 @@ struct Problem {
   double a_log = 0;    // mean of A_log
   double z_shift = 0;  // added to z: moves the gates
   double z_scale = 1;
-  double beta_shift = 0;  // added to the beta logits
+  double beta_shift = 0;      // added to the beta logits
+  int64_t distinct_rows = 0;  // of q, k, v, ..., repeated from there on: for timing; 0: all
 
   int64_t documents() const { return static_cast<int64_t>(lengths.size()); }
   std::vector<int64_t> offsets() const;
@@ -32,8 +33,16 @@ struct Problem {
 Problem make_problem(std::vector<int64_t> lengths, int64_t heads, int64_t key_dim, int64_t value_dim, int64_t chunk,
                      Gate gate = Gate::bounded);
 
+template <class Change>
+Problem changed(Problem p, Change&& change) {
+  change(p);
+  return p;
+}
+
 // The engine on views in the order of tensors() and outputs(); backward when gradients are given.
 void run_views(const Problem&, const check::Run&);
+Inputs bind_inputs(const Problem&, std::span<const View>);  // but the documents
+check::Case make_case(const Problem&);
 
 // The engine on values; results as float64 whatever it computed in. Workspaces and outputs are poisoned.
 struct Result {

@@ -35,16 +35,16 @@ struct Blocks {
   Real *pair_q, *pair_do, *pair_dq;                  // (2, d_n + d_p), (2, d_v), (2, d_n + d_p)
 
   Blocks(const Dims& d, Carver<Real>& carver)
-      : keys(carver.take(kKeys * key_dim(d))),
-        keys_transposed(carver.take(key_dim(d) * kKeys)),
+      : keys(carver.take(kKeys * d.key_dim())),
+        keys_transposed(carver.take(d.key_dim() * kKeys)),
         values_transposed(carver.take(d.value_dim * kKeys)),
-        d_keys(carver.take(kKeys * key_dim(d))),
+        d_keys(carver.take(kKeys * d.key_dim())),
         d_values(carver.take(kKeys * d.value_dim)),
         p(carver.take(kRows * kKeys)),
         ds(carver.take(kRows * kKeys)),
-        pair_q(carver.take(2 * key_dim(d))),
+        pair_q(carver.take(2 * d.key_dim())),
         pair_do(carver.take(2 * d.value_dim)),
-        pair_dq(carver.take(2 * key_dim(d))) {}
+        pair_dq(carver.take(2 * d.key_dim())) {}
 };
 
 // Rows of one head in the (T, H, .) tensors, from a document's first token on.
@@ -70,8 +70,8 @@ void soften_row(Real* p, Real* ds, int64_t valid, int64_t width, Real lse, Real 
 template <class Real>
 void step(const Dims& d, const Rows<Real>& r, const Blocks<Real>& b, int64_t k0, int64_t keys, int64_t width,
           int64_t q0, int64_t m) {
-  const int64_t dk = key_dim(d), dv = d.value_dim;
-  const Real scale = Real(logit_scale(d));
+  const int64_t dk = d.key_dim(), dv = d.value_dim;
+  const Real scale = Real(d.logit_scale());
   int64_t q_stride = d.heads * dk, o_stride = d.heads * dv, dq_stride = q_stride;
   const Real *q = r.q + q0 * q_stride, *d_o = r.d_o + q0 * o_stride;
   Real *const own_dq = r.dq + q0 * dq_stride, *dq = own_dq;
@@ -102,7 +102,7 @@ void step(const Dims& d, const Rows<Real>& r, const Blocks<Real>& b, int64_t k0,
 template <class Real>
 void key_block(const Dims& d, const Head<Real>& head, const Rows<Real>& r, const Blocks<Real>& b, int64_t length,
                int64_t k0, int64_t keys) {
-  const int64_t dk = key_dim(d);
+  const int64_t dk = d.key_dim();
   pack_keys_transposed(d, head, k0, keys, b.keys_transposed);
   pack_transposed(keys, d.value_dim, head.value + k0 * head.kv_stride, head.kv_stride, b.values_transposed);
   pack_rows(keys, d.nope_dim, head.key + k0 * head.kv_stride, head.kv_stride, b.keys, dk);
@@ -119,7 +119,7 @@ template <class Real>
 void run_piece(const Dims& d, const Inputs& in, const Rows<Real>& rows, const Grads& grads, const Blocks<Real>& b,
                const Piece& piece, int64_t h, Real* dk_shared) {
   const int64_t begin = in.documents.begin(piece.document), length = in.documents.length(piece.document);
-  const int64_t dk = key_dim(d), kv_width = d.nope_dim + d.value_dim;
+  const int64_t dk = d.key_dim(), kv_width = d.nope_dim + d.value_dim;
   const Head<Real> head(d, in, begin, h);
   for (int64_t k0 = piece.first; k0 < piece.first + piece.keys; k0 += kKeys) {
     const int64_t keys = std::min(kKeys, piece.first + piece.keys - k0);
@@ -194,9 +194,9 @@ void run(const Dims& d, const Inputs& in, const Outputs& out, const Saved& saved
     parallel_slots(static_cast<int64_t>(pieces.size()) * d.heads, [&](int64_t item, int64_t slot) {
       const Piece& piece = pieces[static_cast<size_t>(item / d.heads)];
       const int64_t h = item % d.heads, begin = in.documents.begin(piece.document), row = begin * d.heads + h;
-      const Rows<Real> rows{in.q.as<Real>() + row * key_dim(d), dout.o.as<Real>() + row * d.value_dim,
+      const Rows<Real> rows{in.q.as<Real>() + row * d.key_dim(), dout.o.as<Real>() + row * d.value_dim,
                             saved.lse.as<Real>() + row, w.delta.as<Real>() + row,
-                            grads.q.as<Real>() + row * key_dim(d)};
+                            grads.q.as<Real>() + row * d.key_dim()};
       const int64_t place = h * kGroup + begin + piece.first - first_token;
       Carver<Real> carver(w.threads.as<Real>() + slot * w.threads.dim(1));
       run_piece(d, in, rows, grads, Blocks<Real>(d, carver), piece, h, w.dk_shared.as<Real>() + place * d.rope_dim);

@@ -22,10 +22,6 @@ inline constexpr int64_t kDiagonal = 64;  // block size along the diagonal, wher
 inline constexpr int64_t kPad = 16;       // one vector register of float32
 
 inline int64_t padded(int64_t keys) { return (keys + kPad - 1) / kPad * kPad; }
-inline int64_t key_dim(const Dims& d) { return d.nope_dim + d.rope_dim; }
-inline double logit_scale(const Dims& d) {
-  return d.scale != 0 ? d.scale : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(key_dim(d), 1)));
-}
 
 // f(item, slot): slot numbers the thread's own workspace. There are at least two items, the second idle, because gemm
 // runs on the calling thread (and so gives the same bits for one item as for many) only inside a parallel region.

@@ -40,8 +40,8 @@ struct Weights {
 
 template <class Real>
 void absorb_queries(const Dims& d, const View& q, const Weights<Real>& weights, Real* absorbed) {
-  const int64_t dk = key_dim(d), r = weights.rank, width = r + d.rope_dim;
-  const Real scale = Real(logit_scale(d));
+  const int64_t dk = d.key_dim(), r = weights.rank, width = r + d.rope_dim;
+  const Real scale = Real(d.logit_scale());
   parallel_slots(d.heads, [&](int64_t h, int64_t) {
     const Real* from = q.as<Real>() + h * dk;
     gemm<Real>(Trans::no, Trans::no, d.tokens, r, d.nope_dim, scale, from, d.heads * dk, weights.keys(h), r, Real(0),

@@ -33,13 +33,13 @@ struct Blocks {
   Real* pair;            // (2, d_n + d_p)
 
   Blocks(const Dims& d, Carver<Real>& carver)
-      : keys(carver.take(key_dim(d) * kKeys)),
+      : keys(carver.take(d.key_dim() * kKeys)),
         values(carver.take(kKeys * d.value_dim)),
         logits(carver.take(kQueries * kKeys)),
         mixed(carver.take(kQueries * d.value_dim)),
         maximum(carver.take(kQueries)),
         sum(carver.take(kQueries)),
-        pair(carver.take(2 * key_dim(d))) {}
+        pair(carver.take(2 * d.key_dim())) {}
 };
 
 // One row of logits, the first `valid` of them visible: exponentials in place (0 up to `width`, whole vectors), new
@@ -70,7 +70,7 @@ void soften_row(Real* logits, int64_t valid, int64_t width, Real& maximum, Real&
 // Rows [first, first + rows) of one document and head; `q` and the keys begin at the document's first token.
 template <class Real>
 void attend(const Dims& d, const Head<Real>& head, const Real* q, int64_t first, int64_t rows, const Blocks<Real>& b) {
-  const int64_t dk = key_dim(d);
+  const int64_t dk = d.key_dim();
   std::fill_n(b.maximum, rows, -std::numeric_limits<Real>::infinity());
   std::fill_n(b.sum, rows, Real(0));
   for (int64_t k0 = 0, keys = 0; k0 < first + rows; k0 += keys) {
@@ -83,8 +83,8 @@ void attend(const Dims& d, const Head<Real>& head, const Real* q, int64_t first,
     const Real* queries = q + (first + skip) * stride;
     if (m == 1) pair_up(dk, queries, stride, b.pair);
     const int64_t computed = std::max<int64_t>(m, 2);
-    gemm<Real>(Trans::no, Trans::no, computed, width, dk, Real(logit_scale(d)), queries, stride, b.keys, kKeys, Real(0),
-               b.logits, kKeys);
+    gemm<Real>(Trans::no, Trans::no, computed, width, dk, Real(d.logit_scale()), queries, stride, b.keys, kKeys,
+               Real(0), b.logits, kKeys);
     for (int64_t i = 0; i < m; ++i) {
       const int64_t row = skip + i, valid = std::min(keys, first + row - k0 + 1);
       soften_row(b.logits + i * kKeys, valid, width, b.maximum[row], b.sum[row], b.mixed + row * d.value_dim,
@@ -108,7 +108,7 @@ void run(const Dims& d, const Inputs& in, const Outputs& out, Real* lse, const F
     const int64_t rows = std::min(kQueries, in.documents.length(block.document) - block.first);
     Carver<Real> carver(w.threads.as<Real>() + slot * w.threads.dim(1));
     const Blocks<Real> b(d, carver);
-    attend(d, Head<Real>(d, in, begin, h), in.q.as<Real>() + (begin * d.heads + h) * key_dim(d), block.first, rows, b);
+    attend(d, Head<Real>(d, in, begin, h), in.q.as<Real>() + (begin * d.heads + h) * d.key_dim(), block.first, rows, b);
     Real top = b.maximum[0];
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t row = (begin + block.first + i) * d.heads + h;

@@ -2,6 +2,7 @@
 #include "ops/mla/op.h"
 
 #include "ops/mla/cpu.h"
+#include "ops/mla/cuda.h"
 
 namespace tessera::ops::mla {
 namespace {
@@ -20,7 +21,7 @@ int64_t causal_pairs(const Documents& documents) {
   return pairs;
 }
 
-Costs decode_costs(const Dims& d, const DecodeInputs& in) {
+Costs decode_costs(const Dims& d, const DecodeInputs& in, Device back_end) {
   const int64_t rank = in.kv_b.dim(1), width = rank + d.rope_dim, element = bytes_of(in.q.dtype());
   int64_t keys = 0;
   for (const View& latent : in.latent) keys += latent.dim(0);
@@ -29,7 +30,13 @@ Costs decode_costs(const Dims& d, const DecodeInputs& in) {
       .gemm_flops = 2 * up + 2 * d.heads * keys * (width + rank),
       .vector_flops = 8 * d.heads * keys,
       .bytes_moved = (keys * width + in.kv_b.elements() + in.q.elements() + d.tokens * d.heads * d.value_dim) * element,
-      .workspace_bytes = taken_bytes([&](Arena& arena) { cpu::allocate_decode(arena, d, in); })};
+      .workspace_bytes = taken_bytes([&](Arena& arena) {
+        if (back_end == Device::cuda) {
+          cuda::allocate_decode(arena, d, in);
+        } else {
+          cpu::allocate_decode(arena, d, in);
+        }
+      })};
 }
 
 void check_inputs(const Dims& d, const Inputs& in) {
@@ -42,35 +49,48 @@ void check_inputs(const Dims& d, const Inputs& in) {
 
 }  // namespace
 
-Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass) {
-  const int64_t element = bytes_of(dtype), rows = d.tokens * d.heads;
+Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, Device back_end) {
+  const int64_t element = bytes_of(dtype), exact = bytes_of(exact_type(dtype)), rows = d.tokens * d.heads;
   const Flops pairs = Flops{d.heads} * causal_pairs(documents);
-  const int64_t dk = d.nope_dim + d.rope_dim, dv = d.value_dim;
+  const int64_t dk = d.key_dim(), dv = d.value_dim;
   const int64_t inputs = rows * (dk + d.nope_dim + dv) + d.tokens * d.rope_dim;
   if (pass == Pass::forward) {
     return {.gemm_flops = pairs * 2 * (dk + dv),
             .vector_flops = pairs * 8,
-            .bytes_moved = (inputs + rows * dv + rows) * element,
-            .saved_bytes = Arena::aligned(rows * element),
-            .workspace_bytes = taken_bytes([&](Arena& arena) { cpu::allocate_forward(arena, d, documents, dtype); })};
+            .bytes_moved = (inputs + rows * dv) * element + rows * exact,
+            .saved_bytes = Arena::aligned(rows * exact),
+            .workspace_bytes = taken_bytes([&](Arena& arena) {
+              if (back_end != Device::cuda) cpu::allocate_forward(arena, d, documents, dtype);
+            })};
   }
   return {.gemm_flops = pairs * 2 * (3 * dk + 2 * dv),  // S, dq, dk; dP, dv
           .vector_flops = pairs * 10 + rows * 2 * dv,
-          .bytes_moved = (2 * inputs + 2 * rows * dv + rows) * element,
-          .workspace_bytes = taken_bytes([&](Arena& arena) { cpu::allocate_backward(arena, d, dtype); })};
+          .bytes_moved = (2 * inputs + 2 * rows * dv) * element + rows * exact,
+          .workspace_bytes = taken_bytes([&](Arena& arena) {
+            if (back_end == Device::cuda) {
+              cuda::allocate_backward(arena, d);
+            } else {
+              cpu::allocate_backward(arena, d, dtype);
+            }
+          })};
 }
 
 Saved allocate_saved(Context& ctx, const Dims& d, DType dtype) {
-  return {ctx.arena.allocate(dtype, {d.tokens, d.heads})};
+  return {ctx.arena.allocate(exact_type(dtype), {d.tokens, d.heads})};
 }
 
 void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
   const DType dtype = in.q.dtype();
   check_inputs(d, in);
   check_view(out.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla o");
-  if (out.max_logit.present()) check_view(out.max_logit, dtype, {d.heads}, "mla max_logit");
-  if (saved != nullptr) check_view(saved->lse, dtype, {d.tokens, d.heads}, "mla lse");
-  OpScope op(ctx, "mla", Pass::forward, costs(d, in.documents, dtype, Pass::forward));
+  if (out.max_logit.present()) check_view(out.max_logit, exact_type(dtype), {d.heads}, "mla max_logit");
+  if (saved != nullptr) check_view(saved->lse, exact_type(dtype), {d.tokens, d.heads}, "mla lse");
+  OpScope op(ctx, "mla", Pass::forward, costs(d, in.documents, dtype, Pass::forward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    cuda::check_dims(d, dtype);
+    if (!ctx.dry()) cuda::forward(ctx.stream(), d, in, out, saved);
+    return;
+  }
   const cpu::ForwardWorkspace workspace = cpu::allocate_forward(ctx.arena, d, in.documents, dtype);
   if (ctx.dry()) return;
   cpu::forward(d, in, out, saved, workspace);
@@ -81,12 +101,18 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out,
   const DType dtype = in.q.dtype();
   check_inputs(d, in);
   check_view(out.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla o");
-  check_view(saved.lse, dtype, {d.tokens, d.heads}, "mla lse");
+  check_view(saved.lse, exact_type(dtype), {d.tokens, d.heads}, "mla lse");
   check_view(dout.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla do");
   check_view(grads.q, dtype, in.q.shape(), "mla dq");
   check_view(grads.kv, dtype, in.kv.shape(), "mla dkv");
   check_strided_view(grads.k_shared, dtype, {d.tokens, d.rope_dim}, "mla dk_shared");
-  OpScope op(ctx, "mla", Pass::backward, costs(d, in.documents, dtype, Pass::backward));
+  OpScope op(ctx, "mla", Pass::backward, costs(d, in.documents, dtype, Pass::backward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    cuda::check_dims(d, dtype);
+    const cuda::BackwardWorkspace workspace = cuda::allocate_backward(ctx.arena, d);
+    if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, out, saved, dout, grads, workspace);
+    return;
+  }
   const cpu::BackwardWorkspace workspace = cpu::allocate_backward(ctx.arena, d, dtype);
   if (ctx.dry()) return;
   cpu::backward(d, in, out, saved, dout, grads, workspace);
@@ -105,7 +131,13 @@ void decode(Context& ctx, const Dims& d, const DecodeInputs& in, const View& o) 
     check_strided_view(latent, dtype, {latent.rows(), rank + d.rope_dim}, "mla decode latent");
   }
   check_view(o, dtype, {d.tokens, d.heads, d.value_dim}, "mla decode o");
-  OpScope op(ctx, "mla_decode", Pass::forward, decode_costs(d, in));
+  OpScope op(ctx, "mla_decode", Pass::forward, decode_costs(d, in, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    cuda::check_decode_dims(d, rank, dtype);
+    const cuda::DecodeWorkspace workspace = cuda::allocate_decode(ctx.arena, d, in);
+    if (!ctx.dry()) cuda::decode(ctx.stream(), d, in, o, workspace);
+    return;
+  }
   const cpu::DecodeWorkspace workspace = cpu::allocate_decode(ctx.arena, d, in);
   if (ctx.dry()) return;
   cpu::decode(d, in, o, workspace);

@@ -7,6 +7,8 @@
 // Source: attention.md 9. Logits never exist as a (T, T) matrix: blocks with a running maximum and sum.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "core/context.h"
@@ -18,6 +20,9 @@ struct Dims {
   int64_t tokens, heads;                  // T, H
   int64_t nope_dim, rope_dim, value_dim;  // d_n, d_p, d_v
   double scale = 0;                       // 0: (d_n + d_p)^(-1/2)
+
+  int64_t key_dim() const { return nope_dim + rope_dim; }
+  double logit_scale() const { return scale != 0 ? scale : 1 / std::sqrt(double(std::max<int64_t>(key_dim(), 1))); }
 };
 struct Inputs {
   View q;         // (T, H, d_n + d_p)
@@ -27,10 +32,10 @@ struct Inputs {
 };
 struct Outputs {
   View o;          // (T, H, d_v)
-  View max_logit;  // (H): raised to the largest scaled logit seen (QK-clip); absent: not wanted
+  View max_logit;  // (H), exact_type: raised to the largest scaled logit seen (QK-clip); absent: not wanted
 };
 struct Saved {
-  View lse;  // (T, H): log-sum-exp of the scaled logits
+  View lse;  // (T, H), exact_type: log-sum-exp of the scaled logits
 };
 struct OutputGrads {
   View o;  // (T, H, d_v)
@@ -40,7 +45,7 @@ struct Grads {
   View k_shared;  // (T, d_p), any row stride; overwritten
 };
 
-Costs costs(const Dims&, const Documents&, DType, Pass);
+Costs costs(const Dims&, const Documents&, DType, Pass, Device back_end = Device::cpu);
 Saved allocate_saved(Context&, const Dims&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference

@@ -61,6 +61,57 @@ TEST(Mla, FlopsCountCausalPairsOfEachDocument) {
   EXPECT_EQ(costs(d, {offsets}, DType::f32, Pass::backward).gemm_flops, pairs * (3 * 2 * 6 + 2 * 2 * 3));
 }
 
+// A dry run that stands for the GPU: what `tessera plan` is made of, on any machine.
+struct DryGpu {
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, Product::bf16, Device::cuda};
+  static constexpr int64_t kOffsets[] = {0, 300, 301, 1000};
+
+  View tensor(Shape shape, DType dtype = DType::bf16) { return arena.allocate(dtype, shape); }
+  void run(const Dims& d) {
+    const View q = tensor({d.tokens, d.heads, d.key_dim()}), kv = tensor({d.tokens, d.heads, d.nope_dim + d.value_dim});
+    const View shared = tensor({d.tokens, d.rope_dim}), o = tensor({d.tokens, d.heads, d.value_dim});
+    arena.reset_peak();
+    const int64_t base = arena.used();
+    const Inputs in{q, kv, shared, {kOffsets}};
+    Saved saved = allocate_saved(ctx, d, DType::bf16);
+    forward(ctx, d, in, {o, tensor({d.heads}, DType::f32)}, &saved);
+    backward(ctx, d, in, {o, {}}, saved, {o}, {q, kv, shared});
+    taken = arena.peak() - base - Arena::aligned(d.heads * 4);
+  }
+  void run_decode(const Dims& d, int64_t rank) {
+    DecodeInputs in{tensor({d.tokens, d.heads, d.key_dim()}),
+                    tensor({d.heads * (d.nope_dim + d.value_dim), rank}),
+                    {tensor({7, rank + d.rope_dim}), tensor({900, rank + d.rope_dim})}};
+    const View o = tensor({d.tokens, d.heads, d.value_dim});
+    arena.reset_peak();
+    const int64_t base = arena.used();
+    decode(ctx, d, in, o);
+    taken = arena.peak() - base;
+  }
+  int64_t stated() const { return ledger.total().saved_bytes + ledger.total().workspace_bytes; }
+  int64_t taken = 0;
+};
+
+TEST(Mla, DryRunForTheGpuTakesWhatCostsState) {
+  DryGpu expanded;
+  expanded.run({1000, 3, 128, 64, 128});
+  EXPECT_GT(expanded.taken, 1000 * 3 * (4 + 4 + 64 * 4)) << "lse, delta and the parts of dk_shared are float32";
+  EXPECT_LE(expanded.taken, expanded.stated());
+  DryGpu absorbed;
+  absorbed.run_decode({2, 5, 128, 64, 128}, 512);
+  EXPECT_GT(absorbed.taken, 5 * 512 * 4 * (1 + 4)) << "five pieces of 256 keys";
+  EXPECT_EQ(absorbed.taken, absorbed.stated());
+}
+
+TEST(Mla, HeadsWiderThanTheGpuHasTilesForAreRefused) {
+  DryGpu gpu;
+  EXPECT_THROW(gpu.run({1000, 3, 136, 64, 128}), UserError);
+  EXPECT_THROW(gpu.run({1000, 3, 128, 64, 136}), UserError);
+  EXPECT_THROW(gpu.run_decode({2, 5, 128, 64, 128}, 520), UserError);
+}
+
 TEST(Mla, WrongShapesAndEmptyCachesAreRefused) {
   Small s;
   EXPECT_THROW(forward(s.ctx, s.d, {s.q, s.q, s.shared, {s.offsets}}, {s.o, {}}, nullptr), Error);

@@ -20,19 +20,37 @@ struct BalanceOptions {
   double smoothing = 0;     // rho: b <- rho b + (1 - rho) bhat
   double sign_step = 1e-3;  // gamma of the sign rule
   double min_tokens = 8;    // below q = m k / E of this many tokens keep counting instead of moving
+
+  bool operator==(const BalanceOptions&) const = default;
 };
 
-// Counters of one layer for the running step.
+inline bool counts_quantiles(Balance method) {
+  return method == Balance::quantile_centred || method == Balance::quantile_uniform;
+}
+
+// Counters of one layer: of the running step, and of the steps before it that had too few tokens to move the bias.
 struct Counters {
-  View load;       // (E) i64: tokens routed to each expert
-  View weight;     // (E) f64: sum of p: the expert's share of the output
-  View by_bias;    // (E) i64: selections that the bias alone made (not in the top k of s)
-  View histogram;  // (E, B) i32; absent for the sign rule and none
-  View tokens;     // (1) i64: m, valid rows counted
+  View load;     // (E) i64: tokens routed to each expert
+  View weight;   // (E) f64: sum of p: the expert's share of the output
+  View by_bias;  // (E) i64: selections that the bias alone made (not in the top k of s)
+  View tokens;   // (1) i64: m, valid rows counted
+  View invalid;  // (1) i64: rows with a non-finite logit (Outputs::invalid of the step); above 0 it is no good step
+  View output_squares;  // (E) f64: sum of |y_j|^2, the experts' outputs before weighting; absent: not wanted
+  View histogram;       // (E, B) i32, earlier steps included; absent for the sign rule and none
+  View pending_load;    // (E) i64: of the earlier steps alone
+  View pending_tokens;  // (1) i64
+  View room;            // memory that the histogram lies in
 };
 
-Counters allocate_counters(Arena&, int64_t experts, const BalanceOptions&);
+struct CountersWanted {
+  bool output_squares = false;
+  int64_t most_bins = 0;  // room for a histogram of so many bins, should restart() ask for them
+};
+
+Counters allocate_counters(Arena&, int64_t experts, const BalanceOptions&, const CountersWanted& = {});
 void clear(const Counters&);
+// Counts with other options from now on, from zero. The histogram must fit into its room.
+void restart(Counters&, const BalanceOptions&);
 
 // Adds one micro-batch: rows without a non-finite logit. Only in training, only in the first forward (never in
 // recomputation).
@@ -49,8 +67,8 @@ struct BalanceReport {
   int64_t dead = 0;             // experts without a token
 };
 
-// End of a step: new bias from the counters, mean-centred, in float64 and a fixed order; clears the counters if it
-// moved.
+// End of a step: new bias from the counters, mean-centred, in float64 and a fixed order. Clears the counters; with too
+// few tokens to move, what the next step needs stays as pending.
 BalanceReport balance(const Dims&, const BalanceOptions&, const View& bias, const Counters&);
 
 }  // namespace tessera::ops::router

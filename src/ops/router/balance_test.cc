@@ -301,13 +301,52 @@ TEST(QuantileBalance, FewTokensKeepCounting) {
   Layer<float> layer(d, kCentred);
   EXPECT_FALSE(layer.step(z).moved);
   EXPECT_EQ(layer.bias_values(), Values(8, 0));
-  EXPECT_EQ(layer.counters.tokens.as<int64_t>()[0], 20);
-  EXPECT_TRUE(layer.step(z).moved);  // q = 10 with both batches
+  EXPECT_EQ(layer.counters.pending_tokens.as<int64_t>()[0], 20);
+  layer.micro_batch(z.data(), 0, 20);
+  EXPECT_EQ(layer.counters.tokens.as<int64_t>()[0], 20) << "a step's own counts stay apart from those that wait";
+  const int64_t* load = layer.counters.load.as<int64_t>();
+  EXPECT_EQ(std::accumulate(load, load + 8, int64_t{0}), 40);
+  EXPECT_TRUE(balance(d, layer.options, layer.bias, layer.counters).moved);  // q = 10 with both batches
   EXPECT_EQ(layer.counters.tokens.as<int64_t>()[0], 0);
+  EXPECT_EQ(layer.counters.pending_tokens.as<int64_t>()[0], 0);
   EXPECT_EQ(layer.counters.histogram.as<int32_t>()[300], 0);
   Layer<float> idle(d, kCentred);
   idle.options.min_tokens = 0;
   EXPECT_FALSE(balance(d, idle.options, idle.bias, idle.counters).moved);  // no token at all
+}
+
+// Two steps below min_tokens move the bias as their tokens in one step would.
+TEST(QuantileBalance, StepsThatWaitCountAsOne) {
+  const Dims half{20, 8, 2}, whole{40, 8, 2};
+  const auto z = normal_logits<float>(whole, 27);
+  Layer<float> once(whole, kCentred), twice(half, kCentred);
+  const BalanceReport want = once.step(z);
+  twice.micro_batch(z.data(), 0, 20);
+  EXPECT_FALSE(balance(half, twice.options, twice.bias, twice.counters).moved);
+  twice.micro_batch(z.data(), 20, 40);
+  const BalanceReport got = balance(half, twice.options, twice.bias, twice.counters);
+  expect_same_bits(once.bias, twice.bias, "bias");
+  EXPECT_EQ(got.max_vio, want.max_vio);
+}
+
+TEST(Counters, RestartWithMoreBinsCountsFromZero) {
+  const Dims d{20, 8, 2};  // waits for more tokens
+  const auto z = normal_logits<float>(d, 28);
+  BalanceOptions finer = kCentred;
+  finer.bins = 2 * kCentred.bins;
+  finer.width = 1e-5;
+  Layer<float> changed(d, kCentred), fresh(d, finer);
+  changed.counters = allocate_counters(changed.arena, d.experts, kCentred, {.most_bins = finer.bins});
+  EXPECT_FALSE(changed.step(z).moved);
+  restart(changed.counters, finer);
+  changed.options = finer;
+  for (Layer<float>* layer : {&changed, &fresh}) {
+    layer->micro_batch(z.data(), 0, 20);
+    EXPECT_TRUE(layer->step(z).moved);
+  }
+  expect_same_bits(changed.bias, fresh.bias, "bias");
+  finer.bins *= 2;
+  EXPECT_THROW(restart(changed.counters, finer), Error) << "no room";
 }
 
 TEST(QuantileBalance, EveryExpertSelectedLeavesTheBias) {

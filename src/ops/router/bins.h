@@ -17,10 +17,6 @@
 
 namespace tessera::ops::router {
 
-inline bool counts_quantiles(Balance method) {
-  return method == Balance::quantile_centred || method == Balance::quantile_uniform;
-}
-
 // Bins of one expert, in float64.
 struct ExpertBins {
   bool centred;

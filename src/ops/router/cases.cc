@@ -26,6 +26,7 @@ std::vector<Tensor> inputs(const Dims& d) {
   for (double& b : bias.values) b = std::clamp(b, -0.05, 0.05);
   Tensor logits = check::random_tensor("logits", {d.tokens, d.experts}, 1.5);
   if (d.score == Score::sigmoid) logits.values = separated_logits(d.tokens, bias.values, 1);
+  bias.exact = logits.exact = true;
   return {logits, bias};
 }
 
@@ -37,6 +38,7 @@ std::vector<Tensor> outputs(const Dims& d, const std::vector<Tensor>& in) {
                           {"cutoff", {d.tokens}, want.cutoff, GradientRule::none},
                           {"invalid", {1}, {want.invalid}, GradientRule::none, DType::i64}};
   if (needs_all_scores(d)) out.push_back({"all_scores", {d.tokens, d.experts}, want.all_scores, GradientRule::none});
+  for (Tensor& t : out) t.exact = true;
   return out;
 }
 
@@ -53,8 +55,10 @@ check::SpeedCase make_speed(Dims d) {
   return {.name = fmt::format("T {} E {} k {}", d.tokens, d.experts, d.top_k),
           .inputs =
               [=] {
-                return std::vector<Tensor>{check::random_tensor("logits", {d.tokens, d.experts}, 1.5),
-                                           check::random_tensor("bias", {d.experts}, 0.02, GradientRule::none)};
+                std::vector<Tensor> in{check::random_tensor("logits", {d.tokens, d.experts}, 1.5),
+                                       check::random_tensor("bias", {d.experts}, 0.02, GradientRule::none)};
+                in[0].exact = in[1].exact = true;
+                return in;
               },
           .output_shapes = {},
           .run =
@@ -99,7 +103,9 @@ const check::OpTable& table() {
                 make_case({19, 24, 3, 1, true, Score::softmax}), make_case({19, 24, 3, 2.5, false, Score::softmax}),
                 make_case({11, 16, 1, 1, true, Score::softmax}), make_case({21, 32, 4, 1, true, Score::sigmoid, 8, 3}),
                 make_case({21, 12, 4, 2, true, Score::sigmoid, 6, 2}),
-                make_case({13, 8, 2, 1, true, Score::sigmoid, 8, 4})},
+                make_case({13, 8, 2, 1, true, Score::sigmoid, 8, 4}), count_case({300, 24, 3}, {}),
+                count_case({200, 42, 4, 1, true, Score::softmax}, {.method = Balance::quantile_uniform, .bins = 1000}),
+                count_case({120, 896, 16}, {.min_tokens = 1})},
       .speed = {make_speed({8192, 64, 6}), make_speed({8192, 896, 16})}};
   return t;
 }

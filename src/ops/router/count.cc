@@ -9,6 +9,7 @@
 #include "core/parallel.h"
 #include "ops/router/balance.h"
 #include "ops/router/bins.h"
+#include "ops/router/cuda.h"
 #include "ops/router/scores.h"
 
 namespace tessera::ops::router {
@@ -22,13 +23,14 @@ struct CountWorkspace {
   View scores;     // (threads, E): s of one row
 };
 
-Costs count_costs(const Dims& d, DType dtype, const BalanceOptions& options) {
+Costs count_costs(const Dims& d, DType dtype, const BalanceOptions& options, Device back_end) {
   const int64_t element = bytes_of(dtype), n = d.tokens * d.experts;
   const int64_t scale = d.score == Score::softmax ? Arena::aligned(d.tokens * 2 * element) : 0;
+  const int64_t own =
+      back_end == Device::cuda ? cuda::kParts * d.experts * bytes_of(DType::f64) : thread_count() * d.experts * element;
   return {.vector_flops = (counts_quantiles(options.method) ? 60 : 20) * n,
           .bytes_moved = 2 * n * element + d.experts * options.bins * 4,
-          .workspace_bytes =
-              scale + Arena::aligned(d.tokens * d.top_k) + Arena::aligned(thread_count() * d.experts * element)};
+          .workspace_bytes = scale + Arena::aligned(d.tokens * d.top_k) + Arena::aligned(own)};
 }
 
 // The scores' and the bins' constants of kLanes experts; lanes past the last expert compute and count nothing.
@@ -155,7 +157,7 @@ void count_selected(const Dims& d, const Outputs& out, const CountWorkspace& wor
 
 void count(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, const BalanceOptions& options,
            const Counters& counters) {
-  const DType dtype = in.logits.dtype();
+  const DType dtype = exact_type(in.logits.dtype());
   const bool histogram = counts_quantiles(options.method);
   check_dims(d);
   check_strided_view(in.logits, dtype, {d.tokens, d.experts}, "router count logits");
@@ -165,10 +167,15 @@ void count(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, co
   check_view(out.cutoff, dtype, {d.tokens}, "router count cutoff");
   check_view(counters.load, DType::i64, {d.experts}, "router load");
   if (histogram) check_view(counters.histogram, DType::i32, {d.experts, options.bins}, "router histogram");
-  OpScope op(ctx, "router_count", Pass::forward, count_costs(d, dtype, options));
+  OpScope op(ctx, "router_count", Pass::forward, count_costs(d, dtype, options, ctx.back_end()));
   CountWorkspace workspace;
   if (d.score == Score::softmax) workspace.row_scale = ctx.arena.allocate(dtype, {d.tokens, 2});
   workspace.by_bias = ctx.arena.allocate(DType::u8, {d.tokens, d.top_k});
+  if (ctx.back_end() == Device::cuda) {
+    const View weights = ctx.arena.allocate(DType::f64, {cuda::kParts, d.experts});
+    if (ctx.dry()) return;
+    return cuda::count(ctx.stream(), d, in, out, options, counters, {workspace.row_scale, workspace.by_bias, weights});
+  }
   workspace.scores = ctx.arena.allocate(dtype, {thread_count(), d.experts});
   if (ctx.dry()) return;
   dispatch_real(dtype, [&](auto real) {

@@ -20,6 +20,11 @@ struct Dims {
   Score score = Score::sigmoid;
   int64_t groups = 1, top_groups = 1;  // group-limited selection of older checkpoints; 1: off
 };
+inline bool renormalised(const Dims& d) { return d.renormalise && d.top_k > 1; }
+inline bool needs_all_scores(const Dims& d) { return d.score == Score::softmax && !renormalised(d); }
+void check_dims(const Dims&);
+
+// All real tensors are exact_type of the activations: float32 beside bf16.
 struct Inputs {
   View logits;  // (T, E)
   View bias;    // (E)
@@ -41,7 +46,7 @@ struct Grads {
                 // invalid rows
 };
 
-Costs costs(const Dims&, DType, Pass);
+Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&);
 void backward(Context&, const Dims&, const Outputs&, const OutputGrads&, const Grads&);

@@ -1,4 +1,5 @@
-// Routing and exact quantile balancing by definition, in float64: moe.md 1.1, 2.1 and 2.3.
+// Routing and exact quantile balancing by definition, in float64: moe.md 1.1, 2.1, 2.3
+// and 6 (z-loss).
 #pragma once
 
 #include <algorithm>
@@ -124,6 +125,19 @@ inline double dual(const Dims& d, const Values& scores, const Values& alpha, con
   }
   const double q = double(d.tokens * d.top_k) / double(d.experts);
   return std::accumulate(bias.begin(), bias.end(), sum, [&](double a, double b) { return a - q * b; });
+}
+
+// logsumexp(z_i)^2 of every row.
+inline Values z_loss(int64_t tokens, int64_t experts, const Values& logits) {
+  Values loss;
+  for (int64_t i = 0; i < tokens; ++i) {
+    const auto z = logits.begin() + i * experts;
+    const double max = *std::max_element(z, z + experts);
+    double sum = 0;
+    for (int64_t j = 0; j < experts; ++j) sum += std::exp(z[j] - max);
+    loss.push_back(std::pow(max + std::log(sum), 2));
+  }
+  return loss;
 }
 
 }  // namespace tessera::ops::router::reference

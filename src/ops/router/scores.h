@@ -51,9 +51,4 @@ void row_scores(Score score, const Real* z, int64_t experts, Real* s) {
   }
 }
 
-inline bool renormalised(const Dims& d) { return d.renormalise && d.top_k > 1; }
-inline bool needs_all_scores(const Dims& d) { return d.score == Score::softmax && !renormalised(d); }
-
-void check_dims(const Dims&);
-
 }  // namespace tessera::ops::router

@@ -22,7 +22,26 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const T* a, const T* b, T
   store8(y + i, left, whole, x);
 }
 
+// One block a part; a thread sums its elements in float64, then the threads are added in a tree.
+__global__ void __launch_bounds__(kThreads) square_sums_kernel(const float* x, int64_t length, double* sums) {
+  __shared__ double of_threads[kThreads];
+  const float* part = x + int64_t(blockIdx.x) * length;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < length; i += kThreads) sum += double(part[i]) * double(part[i]);
+  of_threads[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) sums[blockIdx.x] = of_threads[0];
+}
+
 }  // namespace
+
+void square_sums(GpuStream stream, const View& x, const View& sums) {
+  const int64_t parts = sums.elements(), length = parts > 0 ? x.elements() / parts : 0;
+  launch(square_sums_kernel, parts, kThreads, 0, stream)(x.gpu<float>(), length, sums.gpu<double>());
+}
 
 void add(GpuStream stream, const View& a, const View& b, const View& y) {
   const int64_t n = a.elements();

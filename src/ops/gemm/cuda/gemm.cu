@@ -7,6 +7,7 @@
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "core/cuda/check.h"
@@ -35,13 +36,14 @@ struct Operand {
 struct Key {
   int64_t m, n, k, batches;
   Trans trans_a, trans_b;
-  Operand a, b, c;
+  Operand a, b, c, d;
+  bool in_place;
   auto operator<=>(const Key&) const = default;
 };
 
 struct Plan {
   cublasLtMatmulDescOpaque_t product;
-  cublasLtMatrixLayoutOpaque_t a, b, c;
+  cublasLtMatrixLayoutOpaque_t a, b, c, d;
   cublasLtMatmulAlgo_t algorithm;
 };
 
@@ -57,15 +59,16 @@ std::string text(const Operand& o) {
 }
 
 std::string text(const Key& key) {
-  return fmt::format("{} x ({}, {}, {}){}{}, A {}, B {}, C {}", key.batches, key.m, key.n, key.k,
+  return fmt::format("{} x ({}, {}, {}){}{}, A {}, B {}, C {}, D {}", key.batches, key.m, key.n, key.k,
                      key.trans_a == Trans::yes ? " A transposed" : "", key.trans_b == Trans::yes ? " B transposed" : "",
-                     text(key.a), text(key.b), text(key.c));
+                     text(key.a), text(key.b), text(key.c), key.in_place ? "in its place" : text(key.d));
 }
 
 void check_types(const Key& key) {
   const DType in = key.a.dtype, out = key.c.dtype;
-  const bool known = in == key.b.dtype && ((in == DType::bf16 && (out == DType::bf16 || out == DType::f32)) ||
-                                           (in == DType::f32 && out == DType::f32));
+  const bool known =
+      in == key.b.dtype && out == key.d.dtype &&
+      ((in == DType::bf16 && (out == DType::bf16 || out == DType::f32)) || (in == DType::f32 && out == DType::f32));
   TESSERA_CHECK(known, "product of {} and {} into {}; wanted bf16 x bf16 into bf16 or f32, or all f32", name_of(in),
                 name_of(key.b.dtype), name_of(out));
 }
@@ -108,8 +111,33 @@ cublasLtMatmulPreferenceOpaque_t preference(const Key& key) {
   set<uint32_t>(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b.alignment);
   set<uint32_t>(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a.alignment);
   set<uint32_t>(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.c.alignment);
-  set<uint32_t>(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.c.alignment);
+  set<uint32_t>(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.d.alignment);
   return made;
+}
+
+bool works_out_of_place(const cublasLtMatmulAlgo_t& algorithm) {
+  int32_t supported = 0;
+  size_t written = 0;
+  TESSERA_CUBLAS(cublasLtMatmulAlgoCapGetAttribute(&algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
+                                                   &supported, sizeof(supported), &written));
+  return supported != 0;
+}
+
+// The first of cuBLASLt's answers, best first, that can leave C alone where D lies apart.
+cublasLtMatmulAlgo_t choose(const Key& key, Plan& plan) {
+  constexpr int kAnswers = 16;
+  cublasLtMatmulPreferenceOpaque_t wanted = preference(key);
+  std::array<cublasLtMatmulHeuristicResult_t, kAnswers> answers{};
+  int count = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle(), &plan.product, &plan.b, &plan.a, &plan.c, &plan.d, &wanted,
+                                     key.in_place ? 1 : kAnswers, answers.data(), &count);
+  const auto end = answers.begin() + (status == CUBLAS_STATUS_SUCCESS ? count : 0);
+  const auto found = std::find_if(answers.begin(), end, [&](const cublasLtMatmulHeuristicResult_t& answer) {
+    return answer.state == CUBLAS_STATUS_SUCCESS && (key.in_place || works_out_of_place(answer.algo));
+  });
+  TESSERA_CHECK(found != end, "cuBLASLt has no algorithm ({}) for {}", cublasLtGetStatusName(status), text(key));
+  return found->algo;
 }
 
 Plan make_plan(const Key& key) {
@@ -124,14 +152,8 @@ Plan make_plan(const Key& key) {
   plan.a = layout(key.a, ta ? key.k : key.m, ta ? key.m : key.k, key.batches);
   plan.b = layout(key.b, tb ? key.n : key.k, tb ? key.k : key.n, key.batches);
   plan.c = layout(key.c, key.m, key.n, key.batches);
-  cublasLtMatmulPreferenceOpaque_t wanted = preference(key);
-  cublasLtMatmulHeuristicResult_t best{};
-  int found = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle(), &plan.product, &plan.b, &plan.a, &plan.c,
-                                                               &plan.c, &wanted, 1, &best, &found);
-  TESSERA_CHECK(status == CUBLAS_STATUS_SUCCESS && found == 1 && best.state == CUBLAS_STATUS_SUCCESS,
-                "cuBLASLt has no algorithm ({}) for {}", cublasLtGetStatusName(status), text(key));
-  plan.algorithm = best.algo;
+  plan.d = layout(key.d, key.m, key.n, key.batches);
+  plan.algorithm = choose(key, plan);
   return plan;
 }
 
@@ -149,15 +171,17 @@ void gemm(GpuStream stream, const GpuProduct& p, const View& workspace) {
     TESSERA_CHECK(p.beta == 1, "product over an empty sum with beta {}, wanted 1", p.beta);
     return;
   }
+  const bool in_place = p.d.dtype == DType::none;
+  const GpuOperand& d = in_place ? p.c : p.d;
   Plan& plan = plan_of({p.m, p.n, p.k, p.batches, p.trans_a, p.trans_b, describe(p.a, p.batches),
-                        describe(p.b, p.batches), describe(p.c, p.batches)});
+                        describe(p.b, p.batches), describe(p.c, p.batches), describe(d, p.batches), in_place});
   TESSERA_CHECK(workspace.bytes() >= kGemmWorkspaceBytes, "workspace of {} bytes for a product, wanted {}",
                 workspace.bytes(), kGemmWorkspaceBytes);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(workspace.gpu<uint8_t>());
   void* aligned =
       reinterpret_cast<void*>((begin + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
   TESSERA_CUBLAS(cublasLtMatmul(handle(), &plan.product, &p.alpha, p.b.data, &plan.b, p.a.data, &plan.a, &p.beta,
-                                p.c.data, &plan.c, p.c.data, &plan.c, &plan.algorithm, aligned, kUsableWorkspace,
+                                p.c.data, &plan.c, d.data, &plan.d, &plan.algorithm, aligned, kUsableWorkspace,
                                 stream));
 }
 

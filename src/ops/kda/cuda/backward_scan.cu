@@ -1,0 +1,440 @@
+// The scan of KDA's backward (attention.md 5): the gradient of the state through the chunks of a piece, from the last.
+//
+//   dR  = P^T dO + Kh dS1        Y = M^T dR        dV = diag(beta) Y
+//   dS0 = diag(e^{G_L}) dS1 + Qt^T dO - Kt^T diag(beta) Y
+//
+// All of it transposed: a warp owns 16 value channels and dS^T (16, K) is its accumulators from chunk to chunk; dO^T,
+// dR^T and Y^T pass from product to product as fragments. TF32 products of FP16 or BF16 operands, which are exact, and
+// of dS, dR and Y rounded to TF32. The warps of a block share the tiles of a chunk in shared memory, one buffer a tile:
+// each of the five steps below begins with a barrier, after which the tile of the step before it is fetched for the
+// next chunk, four steps ahead of its use.
+//
+//   0: P, dO    1: Kh    2: M, beta    3: Qt, e^{G_L}    4: Kt
+//
+// A cut document (cuda.h: Piece) is gone through twice: `scan` without outputs finds, for its pieces at once, what dS
+// becomes over them, the last from the true end and the others from 0; `fold` chains them, dS = T^T dS + dSx, with the
+// transitions T that the forward scan left; then every piece starts from its true end. So a document differs from one
+// in one go only where a gradient passes two cuts. Bytes a chunk and head at K = V = 128: 96 KB read, 64 KB written.
+#include "ops/kda/cuda/backward_tiles.cuh"
+#include "ops/kda/cuda_backward.h"
+
+namespace tessera::ops::kda::cuda {
+namespace {
+
+using namespace tessera::cuda;
+
+constexpr int kSteps = 5;
+
+struct Arguments {
+  int64_t heads;
+  const Chunk* chunks;
+  const Piece* pieces;
+  const half *k_start, *q_start, *k_end, *p, *inverse;
+  const float *decay, *beta;
+  const bf16* d_o;
+  const float* d_final;  // of each document; null: zeros
+  float* ends;           // of each piece of a cut document: where dS leads to over it, then dS at its end
+  const float* transitions;
+  bf16 *d_states, *y, *dv;
+  float* d_initial;  // of each document; null: not wanted
+};
+
+template <int D, int kWarps>
+struct alignas(128) Shared {
+  uint4 p[kChunk * kChunk / 8], inverse[kChunk * kChunk / 8];
+  uint4 k_end[kChunk * D / 8], q_start[kChunk * D / 8], k_start[kChunk * D / 8];
+  uint4 d_o[kChunk * 2 * kWarps];
+  float decay[D], beta[kChunk];
+};
+
+// A block's share of the work and of a chunk's operands.
+template <int D, int kWarps>
+struct Block {
+  static constexpr int kThreads = 32 * kWarps, kSplits = D / (16 * kWarps);
+
+  __device__ Block(const Arguments& arguments, Shared<D, kWarps>& shared)
+      : a(arguments),
+        s(shared),
+        head(blockIdx.x / kSplits % a.heads),
+        piece_index(blockIdx.x / kSplits / a.heads),
+        piece(a.pieces[piece_index]),
+        first_value(int(blockIdx.x % kSplits) * 16 * kWarps) {}
+
+  __device__ int64_t place(int64_t chunk) const { return chunk * a.heads + head; }
+  __device__ int64_t warp_value() const { return first_value + 16 * warp; }
+
+  // Asks for the tiles of a step.
+  template <int kStep>
+  __device__ void fetch(int64_t chunk) {
+    const int64_t at = place(chunk), of_rows = at * kChunk * D, of_scores = at * kChunk * kChunk;
+    if constexpr (kStep == 0) {
+      copy_tile_async<kChunk, kChunk / 8, kThreads>(shared_address(s.p), a.p + of_scores);
+      const Chunk c = a.chunks[chunk];
+#pragma unroll
+      for (int i = 0; i < kChunk * 2 * kWarps / kThreads; ++i) {
+        const int u = i * kThreads + int(threadIdx.x), row = u / (2 * kWarps), unit = u % (2 * kWarps);
+        const bool valid = row < c.rows;
+        copy_async(unit_address<2 * kWarps>(shared_address(s.d_o), row, unit),
+                   a.d_o + ((c.token + (valid ? row : 0)) * a.heads + head) * D + first_value + 8 * unit, valid);
+      }
+    } else if constexpr (kStep == 1) {
+      copy_tile_async<kChunk, D / 8, kThreads>(shared_address(s.k_end), a.k_end + of_rows);
+    } else if constexpr (kStep == 2) {
+      copy_tile_async<kChunk, kChunk / 8, kThreads>(shared_address(s.inverse), a.inverse + of_scores);
+      fetch_floats<kChunk>(s.beta, a.beta + at * kChunk);
+    } else if constexpr (kStep == 3) {
+      copy_tile_async<kChunk, D / 8, kThreads>(shared_address(s.q_start), a.q_start + of_rows);
+      fetch_floats<D>(s.decay, a.decay + at * D);
+    } else {
+      copy_tile_async<kChunk, D / 8, kThreads>(shared_address(s.k_start), a.k_start + of_rows);
+    }
+  }
+  template <int kCount>
+  __device__ void fetch_floats(float* to, const float* from) {
+    if (threadIdx.x < kCount / 4) copy_async(shared_address(to + 4 * threadIdx.x), from + 4 * threadIdx.x);
+  }
+  // Waits for the tiles of a step of `chunk` and asks for those of the step before, which everyone is done with.
+  template <int kStep>
+  __device__ void begin_step(int64_t chunk) {
+    wait_copies<kSteps - 2>();
+    __syncthreads();
+    const int64_t next = kStep == 0 ? chunk : chunk - 1;
+    if (next >= piece.first_chunk) fetch<(kStep + kSteps - 1) % kSteps>(next);
+    commit_copies();
+  }
+
+  const Arguments& a;
+  Shared<D, kWarps>& s;
+  const int64_t head, piece_index;
+  const Piece piece;
+  const int first_value;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+};
+
+template <int kN>
+using Tiles = float[kN][4];  // (16, 8 kN)
+
+// acc += A B for a fragment pair of A, 16 along the contraction, and B as load_matrices_trans gives it from its rows.
+template <bool kLower = false>
+__device__ void multiply_pair(float (&left)[4], float (&right)[4], const uint32_t (&a0)[4], const uint32_t (&a1)[4],
+                              const uint32_t (&b)[4]) {
+  mma_tf32_halves(left, a0, b[0]);
+  if (!kLower) mma_tf32_halves(right, a0, b[2]);
+  mma_tf32_halves(left, a1, b[1]);
+  mma_tf32_halves(right, a1, b[3]);
+}
+
+// dO^T of the warp: (value, 8 tokens) tiles as pairs along the tokens, values g and g + 8.
+struct OutputGradient {
+  uint32_t pairs[kChunk / 8][2];
+
+  template <int kUnits>
+  __device__ void load(const uint4* tile, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      uint32_t r[4];
+      load_matrices_trans(unit_address<kUnits>(shared_address(tile), 16 * i + lane % 16, 2 * warp + lane / 16), r);
+      pairs[2 * i][0] = r[0], pairs[2 * i + 1][0] = r[1], pairs[2 * i][1] = r[2], pairs[2 * i + 1][1] = r[3];
+    }
+  }
+  __device__ void fragment(int i, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 x = floats_of_bf16s(pairs[i][h]);
+      a[h] = __float_as_uint(x.x);
+      a[2 + h] = __float_as_uint(x.y);
+    }
+  }
+};
+
+// c += X B with B (64, 64) in shared memory, 0 above its diagonal; fragment(i, a) gives columns [8 i, 8 i + 8) of X.
+template <class Fragment>
+__device__ void multiply_lower(Tiles<kChunk / 8>& c, const Fragment& fragment, const uint4* b, int lane) {
+#pragma unroll
+  for (int k = 0; k < kChunk / 16; ++k) {
+    uint32_t a0[4], a1[4];
+    fragment(2 * k, a0);
+    fragment(2 * k + 1, a1);
+#pragma unroll
+    for (int n = 0; n <= k; ++n) {
+      uint32_t r[4];
+      load_matrices_trans(unit_address<kChunk / 8>(shared_address(b), 16 * k + lane % 16, 2 * n + lane / 16), r);
+      if (n < k) {
+        multiply_pair(c[2 * n], c[2 * n + 1], a0, a1, r);
+      } else {
+        multiply_pair<true>(c[2 * n], c[2 * n + 1], a0, a1, r);
+      }
+    }
+  }
+}
+
+// c (16, D) += X B with B (64, D) in shared memory.
+template <int D, class Fragment>
+__device__ void multiply_rows(Tiles<D / 8>& c, const Fragment& fragment, const uint4* b, int lane) {
+#pragma unroll
+  for (int k = 0; k < kChunk / 16; ++k) {
+    uint32_t a0[4], a1[4];
+    fragment(2 * k, a0);
+    fragment(2 * k + 1, a1);
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n) {
+      uint32_t r[4];
+      load_matrices_trans(unit_address<D / 8>(shared_address(b), 16 * k + lane % 16, 2 * n + lane / 16), r);
+      multiply_pair(c[2 * n], c[2 * n + 1], a0, a1, r);
+    }
+  }
+}
+
+// c (16, 64) += X B^T with X (16, D) in accumulators, B (64, D) in shared memory.
+template <int D>
+__device__ void multiply_transposed(Tiles<kChunk / 8>& c, const Tiles<D / 8>& x, const uint4* b, int lane) {
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    uint32_t a0[4], a1[4];
+    tf32_fragment(x[2 * k], a0);
+    tf32_fragment(x[2 * k + 1], a1);
+#pragma unroll
+    for (int n = 0; n < kChunk / 16; ++n) {
+      uint32_t r[4];  // n and k change places: registers 1 and 2 too
+      load_matrices(unit_address<D / 8>(shared_address(b), 16 * n + lane % 16, 2 * k + lane / 16), r);
+      mma_tf32_halves(c[2 * n], a0, r[0]);
+      mma_tf32_halves(c[2 * n + 1], a0, r[1]);
+      mma_tf32_halves(c[2 * n], a1, r[2]);
+      mma_tf32_halves(c[2 * n + 1], a1, r[3]);
+    }
+  }
+}
+
+// (16, D) accumulators from and to rows of D floats.
+template <int D>
+__device__ void load_state(const float* from, int g, int t, Tiles<D / 8>& x) {
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair = *reinterpret_cast<const float2*>(from + (g + 8 * h) * D + 8 * n + 2 * t);
+      x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
+    }
+  }
+}
+template <int D>
+__device__ void store_state(float* to, int g, int t, const Tiles<D / 8>& x) {
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      *reinterpret_cast<float2*>(to + (g + 8 * h) * D + 8 * n + 2 * t) = make_float2(x[n][2 * h], x[n][2 * h + 1]);
+    }
+  }
+}
+// The same to bf16, 16 bytes a lane.
+template <int D>
+__device__ void store_rounded(bf16* to, int g, int t, const Tiles<D / 8>& x) {
+#pragma unroll
+  for (int n = 0; n < D / 8; n += 4) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = pack_bf16s(x[n + i][2 * h], x[n + i][2 * h + 1]);
+      transpose_quad(w);
+      store_words(to + (g + 8 * h) * D + 8 * (n + t), w);
+    }
+  }
+}
+// (16 values, 64 tokens) accumulators to rows of tokens, `stride` apart; rows at and past `rows` are not written.
+__device__ inline void store_transposed(bf16* to, int64_t stride, int rows, int g, int t, const Tiles<kChunk / 8>& x) {
+#pragma unroll
+  for (int n = 0; n < kChunk / 8; n += 2) {
+    uint32_t w[4];  // tokens of tile n + i / 2, values 8 (i % 2) and following
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = transpose_matrix(pack_bf16s(x[n + i / 2][2 * (i % 2)], x[n + i / 2][2 * (i % 2) + 1]));
+    }
+    transpose_quad(w);
+    const int row = 8 * (n + t / 2) + g;
+    if (row < rows) store_words(to + row * stride + 8 * (t % 2), w);
+  }
+}
+
+template <int D, int kWarps, bool kOutputs>
+__global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ uint4 memory[];
+  Shared<D, kWarps>& s = *reinterpret_cast<Shared<D, kWarps>*>(memory);
+  Block<D, kWarps> b(a, s);
+  const int g = b.g, t = b.t, lane = b.lane;
+  const bool cut = b.piece.count > 1;
+  if (!kOutputs && (!cut || b.piece.index == 0)) return;  // nothing is asked of what lies before the first piece
+  const int64_t of_document = ((b.piece.document * a.heads + b.head) * D + b.warp_value()) * D;
+  const int64_t of_piece = ((b.piece_index * a.heads + b.head) * D + b.warp_value()) * D;
+  Tiles<D / 8> ds = {};
+  if (kOutputs && cut) {
+    load_state<D>(a.ends + of_piece, g, t, ds);
+  } else if (b.piece.index == b.piece.count - 1 && a.d_final != nullptr) {
+    load_state<D>(a.d_final + of_document, g, t, ds);
+  }
+  const int64_t last = b.piece.first_chunk + b.piece.chunks - 1;
+  if (b.piece.chunks > 0) {
+    b.template fetch<0>(last), commit_copies();
+    b.template fetch<1>(last), commit_copies();
+    b.template fetch<2>(last), commit_copies();
+    b.template fetch<3>(last), commit_copies();
+  }
+#pragma unroll 1
+  for (int64_t chunk = last; chunk >= b.piece.first_chunk; --chunk) {
+    const Chunk c = a.chunks[chunk];
+    const int64_t at = b.place(chunk);
+    Tiles<kChunk / 8> dr = {}, y = {};
+    OutputGradient d_o;
+    b.template begin_step<0>(chunk);
+    d_o.template load<2 * kWarps>(s.d_o, b.warp, lane);
+    const auto of_d_o = [&](int i, uint32_t(&f)[4]) { d_o.fragment(i, f); };
+    multiply_lower(dr, of_d_o, s.p, lane);
+    if (kOutputs) store_rounded<D>(a.d_states + (at * D + b.warp_value()) * D, g, t, ds);
+    b.template begin_step<1>(chunk);
+    multiply_transposed<D>(dr, ds, s.k_end, lane);
+    b.template begin_step<2>(chunk);
+    multiply_lower(
+        y, [&](int i, uint32_t(&f)[4]) { tf32_fragment(dr[i], f); }, s.inverse, lane);
+    if (kOutputs) store_transposed(a.y + at * kChunk * D + b.warp_value(), D, kChunk, g, t, y);
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[n][i] *= s.beta[8 * n + 2 * t + i % 2];
+    }
+    if (kOutputs) {
+      store_transposed(a.dv + (c.token * a.heads + b.head) * D + b.warp_value(), a.heads * D, c.rows, g, t, y);
+    }
+    b.template begin_step<3>(chunk);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[n][i] *= s.decay[8 * n + 2 * t + i % 2];
+    }
+    multiply_rows<D>(ds, of_d_o, s.q_start, lane);
+    b.template begin_step<4>(chunk);
+    const auto of_minus_y = [&](int i, uint32_t(&f)[4]) {
+      const float minus[4] = {-y[i][0], -y[i][1], -y[i][2], -y[i][3]};
+      tf32_fragment(minus, f);
+    };
+    multiply_rows<D>(ds, of_minus_y, s.k_start, lane);
+  }
+  if (!kOutputs) store_state<D>(a.ends + of_piece, g, t, ds);
+  if (kOutputs && a.d_initial != nullptr && b.piece.index == 0) store_state<D>(a.d_initial + of_document, g, t, ds);
+}
+
+// dS at the end of each piece of a cut document, in the place of where it leads to: dS <- dS T^T + dSx in f32, rows of
+// dS V-first. A block has eight value channels of a head, a thread a key channel; T by cp.async, one piece ahead.
+constexpr int kFoldValues = 8;
+
+template <int D>
+struct FoldShared {
+  static constexpr int kPitch = D + 4;  // floats: eight threads read 16 bytes of their rows without conflicts
+  float transition[2][D * kPitch];
+  float ds[D][kFoldValues];
+};
+
+template <int D>
+__device__ void fetch_transition(const float* from, float* to) {
+#pragma unroll 4
+  for (int i = 0; i < D / 4; ++i) {
+    const int u = i * D + int(threadIdx.x), row = u / (D / 4), unit = u % (D / 4);
+    copy_async(shared_address(to + row * FoldShared<D>::kPitch + 4 * unit), from + 4 * u);
+  }
+}
+
+template <int D>
+__global__ void __launch_bounds__(D) fold_kernel(const __grid_constant__ Arguments a) {
+  constexpr int kSplits = D / kFoldValues;
+  extern __shared__ uint4 memory[];
+  FoldShared<D>& s = *reinterpret_cast<FoldShared<D>*>(memory);
+  const int64_t split = blockIdx.x % kSplits, head = blockIdx.x / kSplits % a.heads;
+  const int64_t first = blockIdx.x / kSplits / a.heads;
+  const Piece piece = a.pieces[first];
+  if (piece.count == 1 || piece.index > 0) return;
+  const int channel = int(threadIdx.x), last = piece.count - 1;
+  const int64_t stride = a.heads * D * D, of_head = (first * a.heads + head) * D * D;
+  const int64_t of_values = split * kFoldValues * D + channel;
+  const auto fetch = [&](int j) {
+    if (j > 0) fetch_transition<D>(a.transitions + of_head + j * stride, s.transition[j % 2]);
+    commit_copies();
+  };
+  fetch(last - 1);
+  float ds[kFoldValues];  // at the end of piece j
+#pragma unroll
+  for (int v = 0; v < kFoldValues; ++v) {
+    const int64_t from = (piece.document * a.heads + head) * D * D + of_values + v * D;
+    ds[v] = a.d_final == nullptr ? 0.0f : a.d_final[from];
+  }
+#pragma unroll 1
+  for (int j = last; j >= 0; --j) {
+    float* end = a.ends + of_head + j * stride + of_values;
+    float over[kFoldValues] = {};
+#pragma unroll
+    for (int v = 0; v < kFoldValues; ++v) {
+      if (j > 0) over[v] = end[v * D];
+      end[v * D] = ds[v];
+      s.ds[channel][v] = ds[v];
+    }
+    if (j > 0 && j < last) {
+      wait_copies<0>();
+      __syncthreads();
+      fetch(j - 1);
+      const float4* row = reinterpret_cast<const float4*>(s.transition[j % 2] + channel * FoldShared<D>::kPitch);
+#pragma unroll 4
+      for (int c = 0; c < D / 4; ++c) {
+        const float4 x = row[c];
+#pragma unroll
+        for (int v = 0; v < kFoldValues; ++v) {
+          over[v] +=
+              x.x * s.ds[4 * c][v] + x.y * s.ds[4 * c + 1][v] + x.z * s.ds[4 * c + 2][v] + x.w * s.ds[4 * c + 3][v];
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int v = 0; v < kFoldValues; ++v) ds[v] = over[v];
+  }
+}
+
+template <int D, int kWarps>
+void launch_scan(GpuStream stream, const Plan& plan, const Arguments& a) {
+  constexpr int kThreads = 32 * kWarps;
+  const int64_t grid = plan.pieces * a.heads * (D / (16 * kWarps)), bytes = sizeof(Shared<D, kWarps>);
+  if (plan.cut) {
+    launch(scan_kernel<D, kWarps, false>, grid, kThreads, bytes, stream)(a);
+    launch(fold_kernel<D>, plan.pieces * a.heads * (D / kFoldValues), D, sizeof(FoldShared<D>), stream)(a);
+  }
+  launch(scan_kernel<D, kWarps, true>, grid, kThreads, bytes, stream)(a);
+}
+
+}  // namespace
+
+void reverse_scan(GpuStream stream, const Dims& d, const OutputGrads& dout, const Grads& grads, const Plan& plan,
+                  const Workspace& w, const BackwardWorkspace& b) {
+  const Arguments a{.heads = d.value_heads,
+                    .chunks = reinterpret_cast<const Chunk*>(w.chunks.gpu<int64_t>()),
+                    .pieces = reinterpret_cast<const Piece*>(w.pieces.gpu<int64_t>()),
+                    .k_start = halves(w.k_start),
+                    .q_start = halves(w.q_start),
+                    .k_end = halves(w.k_end),
+                    .p = halves(w.p),
+                    .inverse = halves(w.inverse),
+                    .decay = w.decay.gpu<float>(),
+                    .beta = w.beta.gpu<float>(),
+                    .d_o = dout.o.gpu<bf16>(),
+                    .d_final = dout.final_state.present() ? dout.final_state.gpu<float>() : nullptr,
+                    .ends = plan.cut ? w.ends.gpu<float>() : nullptr,
+                    .transitions = plan.cut ? w.transitions.gpu<float>() : nullptr,
+                    .d_states = b.d_states.gpu<bf16>(),
+                    .y = b.y.gpu<bf16>(),
+                    .dv = grads.v.gpu<bf16>(),
+                    .d_initial = grads.initial_state.present() ? grads.initial_state.gpu<float>() : nullptr};
+  // Eight warps share the most; four where that would leave most of the GPU idle.
+  if (d.key_dim == 32) return launch_scan<32, 2>(stream, plan, a);
+  if (d.key_dim == 64) return launch_scan<64, 4>(stream, plan, a);
+  if (plan.pieces * a.heads < 64) return launch_scan<128, 4>(stream, plan, a);
+  launch_scan<128, 8>(stream, plan, a);
+}
+
+}  // namespace tessera::ops::kda::cuda
