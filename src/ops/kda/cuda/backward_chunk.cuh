@@ -62,7 +62,7 @@ struct Lane {
 };
 
 template <int D, Gate kGate>
-struct alignas(128) Shared {
+struct alignas(16) Shared {
   static constexpr int kWidth = kChannels<D, kGate>;
   uint4 r[kChunk * D / 8], d_o[kChunk * D / 8], y[kChunk * D / 8];
   union {
@@ -160,6 +160,18 @@ __device__ void load_channels(const uint4* tile, int row, int lane, float (&x)[1
 
 // ---- global memory ----
 
+// Asks for what the passes will load and the first does not at once.
+template <int D, Gate kGate>
+__device__ void ask_for_passes(const Arguments& a, const Place& p, const Lane& at) {
+  constexpr int kLines = D >= 64 ? D / 64 : 1;  // of 128 bytes, a row
+  if (at.thread < p.rows * kLines) {
+    const int64_t from = p.row_offset(a, at.thread / kLines, D) + at.thread % kLines * 64;
+    for (const bf16* rows : {a.k, a.q, a.z, a.v}) prefetch(rows + from);
+  } else if (at.thread >= kThreads - D * (kLines - 1)) {
+    const int row = kThreads - 1 - at.thread;
+    for (const bf16* states : {a.states, a.d_states}) prefetch(states + (p.index() * D + row) * D + 64);
+  }
+}
 // R, dO, Y.
 template <int D, Gate kGate>
 __device__ void fetch_rows(const Arguments& a, const Place& p, Shared<D, kGate>& s) {
@@ -261,8 +273,11 @@ struct HeadGate {
 
 struct GateSlopes {
   float by_x, by_a_log;  // dg/dx, dg/dA_log
-  bool closed;           // e^g is 0; the slopes are 0 then
 };
+// What passes a decay below this is less than the rounding errors of the sums it is found by, which a steep gate would
+// multiply: taken for 0.
+constexpr float kClosedLog2Gate = -24;
+
 // sigmoid (1 - sigmoid) is e / (1 + e)^2 with e = exp(-|u|): no cancellation where the sigmoid saturates, exactly 0
 // where it has, and 0 times infinity is not formed.
 template <Gate kGate>
@@ -270,12 +285,12 @@ __device__ GateSlopes gate_slopes(float x, float a, float lower_bound) {
   if constexpr (kGate == Gate::bounded) {
     const float u = a * x, e = exp2_fast(-kLog2E * fabsf(u)), d = __fdividef(1.0f, 1.0f + e);
     const float slope = lower_bound * e * d * d;
-    return {a * slope, slope == 0 ? 0.0f : slope * u, false};
+    return {a * slope, slope == 0 ? 0.0f : slope * u};
   } else {
     const float g2 = log2_gate<kGate>(x, a, lower_bound);
-    if (exp2_fast(g2) == 0) return {0, 0, true};
+    if (g2 < kClosedLog2Gate) return {0, 0};
     const float e = exp2_fast(-kLog2E * fabsf(x)), d = __fdividef(1.0f, 1.0f + e);
-    return {-a * (x < 0 ? e * d : d), g2 / kLog2E, false};
+    return {-a * (x < 0 ? e * d : d), g2 / kLog2E};
   }
 }
 
