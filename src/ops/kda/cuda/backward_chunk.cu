@@ -40,31 +40,37 @@ __device__ void join(const Arguments& a, const Place& p, int first_channel, Shar
       const int unit = at.half * kN + n, channel = 8 * unit + 2 * at.t, word = float_word<kWidth>(row, channel);
       const float2 k2 = floats_of_bf16s(word_of<kWidth / 8>(rows.k, row, unit, at.t));
       const float2 q2 = floats_of_bf16s(word_of<kWidth / 8>(rows.q, row, unit, at.t));
-      float dq[2], dk[2];
+      const float2 lambda2 = pair_at(rows.lambda + word), tau2 = pair_at(s.tau[at.tile] + channel);
+      const float2 later2 = pair_at(s.later[at.tile] + channel);
+      float2 xq2, xr2, xc2;  // of pairs in the diagonal tile, where the products have none
+      if constexpr (kGate == Gate::unbounded) {
+        xq2 = pair_at(rows.pairs[0] + word), xr2 = pair_at(rows.pairs[1] + word), xc2 = pair_at(rows.pairs[2] + word);
+      }
+      float dq[2], dk[2], summand[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float k = c == 0 ? k2.x : k2.y, q = a.scale * (c == 0 ? q2.x : q2.y), lambda = rows.lambda[word + c];
-        const float tau = s.tau[at.tile][channel + c];
+        const auto of = [&](const float2& pair) { return c == 0 ? pair.x : pair.y; };
+        const float k = of(k2), q = a.scale * of(q2), lambda = of(lambda2), tau = of(tau2);
         const float to_row = exp2_fast(lambda - kShift);
         const float from_column = exp2_fast((kGate == Gate::bounded ? kShift : tau) - lambda);
         const float e = acc.e[n][2 * h + c], z = acc.z[n][2 * h + c], w = acc.w[n][2 * h + c];
         float by_q = to_row * e, by_k = to_row * z, column = from_column * w;
         // With the rounded factors of the products, so that what rows take is what columns give.
-        float summand = rounded(q * to_row) * e + rounded(k * (beta * to_row)) * z - rounded(k * from_column) * w;
+        summand[c] = rounded(q * to_row) * e + rounded(k * (beta * to_row)) * z - rounded(k * from_column) * w;
         if constexpr (kGate == Gate::unbounded) {
-          const float xq = rows.pairs[0][word + c], xr = rows.pairs[1][word + c], xc = rows.pairs[2][word + c];
-          summand += q * xq + k * (beta * xr - xc);
-          by_q += xq;
-          by_k += xr;
-          column += xc;
+          summand[c] += q * of(xq2) + k * (beta * of(xr2) - of(xc2));
+          by_q += of(xq2);
+          by_k += of(xr2);
+          column += of(xc2);
         }
-        const float by_end = exp2_fast(tau - lambda + s.later[at.tile][channel + c]) * acc.d_end[n][2 * h + c];
+        const float by_end = exp2_fast(tau - lambda + of(later2)) * acc.d_end[n][2 * h + c];
         d_beta += k * by_k;
         ends[n][c] += k * by_end;
-        rows.lambda[word + c] = summand - k * by_end;
+        summand[c] -= k * by_end;
         dq[c] = a.scale * (by_q + dp_ii * k);
         dk[c] = beta * by_k + column + by_end + dp_ii * q;
       }
+      *reinterpret_cast<float2*>(rows.lambda + word) = make_float2(summand[0], summand[1]);
       words[0][n] = pack_bf16s(dq[0], dq[1]);
       words[1][n] = pack_bf16s(dk[0], dk[1]);
     }

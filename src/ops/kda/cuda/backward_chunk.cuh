@@ -23,6 +23,10 @@ constexpr int kLaneChannels = kChannels<D, kGate> / 32;
 template <int D, Gate kGate>
 constexpr int kWarpTiles = kChannels<D, kGate> / 16;
 
+// Floats from row to row of a pass.
+template <int kWidth>
+constexpr int kPitch = kWidth == 64 ? kWidth + 4 : kWidth;
+
 struct Arguments {
   int64_t heads;
   float scale, lower_bound;
@@ -71,7 +75,7 @@ struct alignas(16) Shared {
     } states;
     struct {
       uint4 k[kChunk * kWidth / 8], q[kChunk * kWidth / 8];
-      float lambda[kChunk * kWidth];  // float_word
+      float lambda[kChunk * kPitch<kWidth>];  // float_word
       float pairs[kGate == Gate::unbounded ? 3 : 1][kGate == Gate::unbounded ? kChunk * kWidth : 4];
     } rows;
   } of;
@@ -89,6 +93,7 @@ struct Accumulators {
 
 // ---- f32 tiles in shared memory ----
 
+__device__ inline float2 pair_at(const float* from) { return *reinterpret_cast<const float2*>(from); }
 // Tile (i, j) of the lower triangle, and a place in it: neither fragments of the tile nor of its transpose meet in a
 // bank.
 __device__ inline int tile_start(int i, int j) { return (i * (i + 1) / 2 + j) * kTileWords; }
@@ -99,7 +104,7 @@ __device__ inline int tile_word(int row, int column) {
 __device__ inline void load_tile(const float* tile, int k, const Lane& at, uint32_t (&a)[4]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float2 x = *reinterpret_cast<const float2*>(tile + tile_word(at.g + 8 * h, 8 * k + 2 * at.t));
+    const float2 x = pair_at(tile + tile_word(at.g + 8 * h, 8 * k + 2 * at.t));
     a[h] = __float_as_uint(x.x);
     a[2 + h] = __float_as_uint(x.y);
   }
@@ -115,10 +120,11 @@ __device__ inline void load_four(const float* from, float (&x)[4]) {
   const float4 raw = *reinterpret_cast<const float4*>(from);
   x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
 }
-// Rows of channels; even rows 2 t at channel g lie in different banks. Pairs of channels stay neighbours.
+// A place in rows of channels: rows 2 t at channel g lie in different banks, by a longer pitch where the memory allows
+// (its addresses are constants apart), else by exchanging channels. Pairs of channels stay neighbours.
 template <int kWidth>
 __device__ int float_word(int row, int channel) {
-  return row * kWidth + (channel ^ (row / 2 % 4 * 8));
+  return row * kPitch<kWidth> + (kPitch<kWidth> > kWidth ? channel : channel ^ row / 2 % 4 * 8);
 }
 
 __device__ inline float rounded(float x) { return __uint_as_float(tf32(x)); }
