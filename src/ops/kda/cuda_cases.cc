@@ -193,7 +193,10 @@ std::vector<check::Case> cuda_cases() {
     add(changed(make_problem({200, 3}, 2, 128, 128, 64, gate), [](Problem& p) { p.z_shift = -8; }));  // nearly no decay
     add(changed(make_problem({200, 3}, 2, 64, 64, 64, gate), [](Problem& p) { p.z_scale = 8; }));  // both in one tile
     add(changed(make_problem({200}, 2, 32, 32, 64, gate), [](Problem& p) { p.dims.scale = 1; }));
-    add(make_problem({150}, 16, 32, 32, 64, gate));  // dA_log to its own limit
+    add(make_problem({150}, 16, 32, 32, 64, gate));    // dA_log to its own limit
+    for (const double a_log : {-80.0, 80.0, 100.0}) {  // nothing is lost to 0 times infinity
+      add(changed(make_problem({100}, 2, 64, 64, 64, gate), [&](Problem& p) { p.a_log = a_log; }));
+    }
     cases.push_back(packed_case(make_problem({65, 0, 1, 150, 17, 64, 1}, 2, 64, 64, 64, gate)));
     cases.push_back(prefix_case(make_problem({300}, 2, 128, 128, 64, gate), {1, 7, 16, 64, 100, 128, 299}));
   }

@@ -23,6 +23,10 @@ constexpr int kLaneChannels = kChannels<D, kGate> / 32;
 template <int D, Gate kGate>
 constexpr int kWarpTiles = kChannels<D, kGate> / 16;
 
+// Floats from row to row of a pass.
+template <int kWidth>
+constexpr int kPitch = kWidth == 64 ? kWidth + 4 : kWidth;
+
 struct Arguments {
   int64_t heads;
   float scale, lower_bound;
@@ -62,7 +66,7 @@ struct Lane {
 };
 
 template <int D, Gate kGate>
-struct alignas(128) Shared {
+struct alignas(16) Shared {
   static constexpr int kWidth = kChannels<D, kGate>;
   uint4 r[kChunk * D / 8], d_o[kChunk * D / 8], y[kChunk * D / 8];
   union {
@@ -71,7 +75,7 @@ struct alignas(128) Shared {
     } states;
     struct {
       uint4 k[kChunk * kWidth / 8], q[kChunk * kWidth / 8];
-      float lambda[kChunk * kWidth];  // float_word
+      float lambda[kChunk * kPitch<kWidth>];  // float_word
       float pairs[kGate == Gate::unbounded ? 3 : 1][kGate == Gate::unbounded ? kChunk * kWidth : 4];
     } rows;
   } of;
@@ -89,6 +93,7 @@ struct Accumulators {
 
 // ---- f32 tiles in shared memory ----
 
+__device__ inline float2 pair_at(const float* from) { return *reinterpret_cast<const float2*>(from); }
 // Tile (i, j) of the lower triangle, and a place in it: neither fragments of the tile nor of its transpose meet in a
 // bank.
 __device__ inline int tile_start(int i, int j) { return (i * (i + 1) / 2 + j) * kTileWords; }
@@ -99,7 +104,7 @@ __device__ inline int tile_word(int row, int column) {
 __device__ inline void load_tile(const float* tile, int k, const Lane& at, uint32_t (&a)[4]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float2 x = *reinterpret_cast<const float2*>(tile + tile_word(at.g + 8 * h, 8 * k + 2 * at.t));
+    const float2 x = pair_at(tile + tile_word(at.g + 8 * h, 8 * k + 2 * at.t));
     a[h] = __float_as_uint(x.x);
     a[2 + h] = __float_as_uint(x.y);
   }
@@ -115,10 +120,11 @@ __device__ inline void load_four(const float* from, float (&x)[4]) {
   const float4 raw = *reinterpret_cast<const float4*>(from);
   x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
 }
-// Rows of channels; even rows 2 t at channel g lie in different banks. Pairs of channels stay neighbours.
+// A place in rows of channels: rows 2 t at channel g lie in different banks, by a longer pitch where the memory allows
+// (its addresses are constants apart), else by exchanging channels. Pairs of channels stay neighbours.
 template <int kWidth>
 __device__ int float_word(int row, int channel) {
-  return row * kWidth + (channel ^ (row / 2 % 4 * 8));
+  return row * kPitch<kWidth> + (kPitch<kWidth> > kWidth ? channel : channel ^ row / 2 % 4 * 8);
 }
 
 __device__ inline float rounded(float x) { return __uint_as_float(tf32(x)); }
@@ -160,6 +166,18 @@ __device__ void load_channels(const uint4* tile, int row, int lane, float (&x)[1
 
 // ---- global memory ----
 
+// Asks for what the passes will load and the first does not at once.
+template <int D, Gate kGate>
+__device__ void ask_for_passes(const Arguments& a, const Place& p, const Lane& at) {
+  constexpr int kLines = D >= 64 ? D / 64 : 1;  // of 128 bytes, a row
+  if (at.thread < p.rows * kLines) {
+    const int64_t from = p.row_offset(a, at.thread / kLines, D) + at.thread % kLines * 64;
+    for (const bf16* rows : {a.k, a.q, a.z, a.v}) prefetch(rows + from);
+  } else if (at.thread >= kThreads - D * (kLines - 1)) {
+    const int row = kThreads - 1 - at.thread;
+    for (const bf16* states : {a.states, a.d_states}) prefetch(states + (p.index() * D + row) * D + 64);
+  }
+}
 // R, dO, Y.
 template <int D, Gate kGate>
 __device__ void fetch_rows(const Arguments& a, const Place& p, Shared<D, kGate>& s) {
@@ -261,8 +279,11 @@ struct HeadGate {
 
 struct GateSlopes {
   float by_x, by_a_log;  // dg/dx, dg/dA_log
-  bool closed;           // e^g is 0; the slopes are 0 then
 };
+// What passes a decay below this is less than the rounding errors of the sums it is found by, which a steep gate would
+// multiply: taken for 0.
+constexpr float kClosedLog2Gate = -24;
+
 // sigmoid (1 - sigmoid) is e / (1 + e)^2 with e = exp(-|u|): no cancellation where the sigmoid saturates, exactly 0
 // where it has, and 0 times infinity is not formed.
 template <Gate kGate>
@@ -270,12 +291,12 @@ __device__ GateSlopes gate_slopes(float x, float a, float lower_bound) {
   if constexpr (kGate == Gate::bounded) {
     const float u = a * x, e = exp2_fast(-kLog2E * fabsf(u)), d = __fdividef(1.0f, 1.0f + e);
     const float slope = lower_bound * e * d * d;
-    return {a * slope, slope == 0 ? 0.0f : slope * u, false};
+    return {a * slope, slope == 0 ? 0.0f : slope * u};
   } else {
     const float g2 = log2_gate<kGate>(x, a, lower_bound);
-    if (exp2_fast(g2) == 0) return {0, 0, true};
+    if (g2 < kClosedLog2Gate) return {0, 0};
     const float e = exp2_fast(-kLog2E * fabsf(x)), d = __fdividef(1.0f, 1.0f + e);
-    return {-a * (x < 0 ? e * d : d), g2 / kLog2E, false};
+    return {-a * (x < 0 ? e * d : d), g2 / kLog2E};
   }
 }
 

@@ -4,24 +4,28 @@
 //   dS0 = diag(e^{G_L}) dS1 + Qt^T dO - Kt^T diag(beta) Y
 //
 // All of it transposed: a warp owns 16 value channels and dS^T (16, K) is its accumulators from chunk to chunk; dO^T,
-// dR^T and Y^T pass from product to product as fragments. TF32 products of FP16 or BF16 operands, which are exact, and
-// of dS, dR and Y rounded to TF32. The warps of a block share the tiles of a chunk in shared memory, one buffer a tile:
-// each of the five steps below begins with a barrier, after which the tile of the step before it is fetched for the
-// next chunk, four steps ahead of its use.
+// dR^T and Y^T pass from product to product as fragments. Products are FP16 with f32 accumulators, as in the forward
+// scan: each row of the left operand is scaled by a power of two (Scale), which FP16's 10 bits then hold as well as
+// TF32 would. A scale is taken from gradients of the chunk and of those behind it: what has none leaves no bit.
 //
-//   0: P, dO    1: Kh    2: M, beta    3: Qt, e^{G_L}    4: Kt
+// The warps of a block share the tiles of a chunk in shared memory, one buffer a tile: each of the five steps below
+// begins with a barrier, after which the tile of the step before it is fetched for the next chunk, four steps ahead of
+// its use.
+//
+//   0: Kh    1: P, dO    2: M, beta    3: Qt, e^{G_L}    4: Kt
 //
 // A cut document (cuda.h: Piece) is gone through twice: `scan` without outputs finds, for its pieces at once, what dS
 // becomes over them, the last from the true end and the others from 0; `fold` chains them, dS = T^T dS + dSx, with the
 // transitions T that the forward scan left; then every piece starts from its true end. So a document differs from one
 // in one go only where a gradient passes two cuts. Bytes a chunk and head at K = V = 128: 96 KB read, 64 KB written.
-#include "ops/kda/cuda/backward_tiles.cuh"
+#include "ops/kda/cuda/backward_operand.cuh"
 #include "ops/kda/cuda_backward.h"
 
 namespace tessera::ops::kda::cuda {
 namespace {
 
 using namespace tessera::cuda;
+using namespace backward_scan;
 
 constexpr int kSteps = 5;
 
@@ -40,7 +44,7 @@ struct Arguments {
 };
 
 template <int D, int kWarps>
-struct alignas(128) Shared {
+struct alignas(16) Shared {
   uint4 p[kChunk * kChunk / 8], inverse[kChunk * kChunk / 8];
   uint4 k_end[kChunk * D / 8], q_start[kChunk * D / 8], k_start[kChunk * D / 8];
   uint4 d_o[kChunk * 2 * kWarps];
@@ -68,6 +72,8 @@ struct Block {
   __device__ void fetch(int64_t chunk) {
     const int64_t at = place(chunk), of_rows = at * kChunk * D, of_scores = at * kChunk * kChunk;
     if constexpr (kStep == 0) {
+      copy_tile_async<kChunk, D / 8, kThreads>(shared_address(s.k_end), a.k_end + of_rows);
+    } else if constexpr (kStep == 1) {
       copy_tile_async<kChunk, kChunk / 8, kThreads>(shared_address(s.p), a.p + of_scores);
       const Chunk c = a.chunks[chunk];
 #pragma unroll
@@ -77,8 +83,6 @@ struct Block {
         copy_async(unit_address<2 * kWarps>(shared_address(s.d_o), row, unit),
                    a.d_o + ((c.token + (valid ? row : 0)) * a.heads + head) * D + first_value + 8 * unit, valid);
       }
-    } else if constexpr (kStep == 1) {
-      copy_tile_async<kChunk, D / 8, kThreads>(shared_address(s.k_end), a.k_end + of_rows);
     } else if constexpr (kStep == 2) {
       copy_tile_async<kChunk, kChunk / 8, kThreads>(shared_address(s.inverse), a.inverse + of_scores);
       fetch_floats<kChunk>(s.beta, a.beta + at * kChunk);
@@ -111,152 +115,6 @@ struct Block {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 };
 
-template <int kN>
-using Tiles = float[kN][4];  // (16, 8 kN)
-
-// acc += A B for a fragment pair of A, 16 along the contraction, and B as load_matrices_trans gives it from its rows.
-template <bool kLower = false>
-__device__ void multiply_pair(float (&left)[4], float (&right)[4], const uint32_t (&a0)[4], const uint32_t (&a1)[4],
-                              const uint32_t (&b)[4]) {
-  mma_tf32_halves(left, a0, b[0]);
-  if (!kLower) mma_tf32_halves(right, a0, b[2]);
-  mma_tf32_halves(left, a1, b[1]);
-  mma_tf32_halves(right, a1, b[3]);
-}
-
-// dO^T of the warp: (value, 8 tokens) tiles as pairs along the tokens, values g and g + 8.
-struct OutputGradient {
-  uint32_t pairs[kChunk / 8][2];
-
-  template <int kUnits>
-  __device__ void load(const uint4* tile, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      uint32_t r[4];
-      load_matrices_trans(unit_address<kUnits>(shared_address(tile), 16 * i + lane % 16, 2 * warp + lane / 16), r);
-      pairs[2 * i][0] = r[0], pairs[2 * i + 1][0] = r[1], pairs[2 * i][1] = r[2], pairs[2 * i + 1][1] = r[3];
-    }
-  }
-  __device__ void fragment(int i, uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 x = floats_of_bf16s(pairs[i][h]);
-      a[h] = __float_as_uint(x.x);
-      a[2 + h] = __float_as_uint(x.y);
-    }
-  }
-};
-
-// c += X B with B (64, 64) in shared memory, 0 above its diagonal; fragment(i, a) gives columns [8 i, 8 i + 8) of X.
-template <class Fragment>
-__device__ void multiply_lower(Tiles<kChunk / 8>& c, const Fragment& fragment, const uint4* b, int lane) {
-#pragma unroll
-  for (int k = 0; k < kChunk / 16; ++k) {
-    uint32_t a0[4], a1[4];
-    fragment(2 * k, a0);
-    fragment(2 * k + 1, a1);
-#pragma unroll
-    for (int n = 0; n <= k; ++n) {
-      uint32_t r[4];
-      load_matrices_trans(unit_address<kChunk / 8>(shared_address(b), 16 * k + lane % 16, 2 * n + lane / 16), r);
-      if (n < k) {
-        multiply_pair(c[2 * n], c[2 * n + 1], a0, a1, r);
-      } else {
-        multiply_pair<true>(c[2 * n], c[2 * n + 1], a0, a1, r);
-      }
-    }
-  }
-}
-
-// c (16, D) += X B with B (64, D) in shared memory.
-template <int D, class Fragment>
-__device__ void multiply_rows(Tiles<D / 8>& c, const Fragment& fragment, const uint4* b, int lane) {
-#pragma unroll
-  for (int k = 0; k < kChunk / 16; ++k) {
-    uint32_t a0[4], a1[4];
-    fragment(2 * k, a0);
-    fragment(2 * k + 1, a1);
-#pragma unroll
-    for (int n = 0; n < D / 16; ++n) {
-      uint32_t r[4];
-      load_matrices_trans(unit_address<D / 8>(shared_address(b), 16 * k + lane % 16, 2 * n + lane / 16), r);
-      multiply_pair(c[2 * n], c[2 * n + 1], a0, a1, r);
-    }
-  }
-}
-
-// c (16, 64) += X B^T with X (16, D) in accumulators, B (64, D) in shared memory.
-template <int D>
-__device__ void multiply_transposed(Tiles<kChunk / 8>& c, const Tiles<D / 8>& x, const uint4* b, int lane) {
-#pragma unroll
-  for (int k = 0; k < D / 16; ++k) {
-    uint32_t a0[4], a1[4];
-    tf32_fragment(x[2 * k], a0);
-    tf32_fragment(x[2 * k + 1], a1);
-#pragma unroll
-    for (int n = 0; n < kChunk / 16; ++n) {
-      uint32_t r[4];  // n and k change places: registers 1 and 2 too
-      load_matrices(unit_address<D / 8>(shared_address(b), 16 * n + lane % 16, 2 * k + lane / 16), r);
-      mma_tf32_halves(c[2 * n], a0, r[0]);
-      mma_tf32_halves(c[2 * n + 1], a0, r[1]);
-      mma_tf32_halves(c[2 * n], a1, r[2]);
-      mma_tf32_halves(c[2 * n + 1], a1, r[3]);
-    }
-  }
-}
-
-// (16, D) accumulators from and to rows of D floats.
-template <int D>
-__device__ void load_state(const float* from, int g, int t, Tiles<D / 8>& x) {
-#pragma unroll
-  for (int n = 0; n < D / 8; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 pair = *reinterpret_cast<const float2*>(from + (g + 8 * h) * D + 8 * n + 2 * t);
-      x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
-    }
-  }
-}
-template <int D>
-__device__ void store_state(float* to, int g, int t, const Tiles<D / 8>& x) {
-#pragma unroll
-  for (int n = 0; n < D / 8; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<float2*>(to + (g + 8 * h) * D + 8 * n + 2 * t) = make_float2(x[n][2 * h], x[n][2 * h + 1]);
-    }
-  }
-}
-// The same to bf16, 16 bytes a lane.
-template <int D>
-__device__ void store_rounded(bf16* to, int g, int t, const Tiles<D / 8>& x) {
-#pragma unroll
-  for (int n = 0; n < D / 8; n += 4) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = pack_bf16s(x[n + i][2 * h], x[n + i][2 * h + 1]);
-      transpose_quad(w);
-      store_words(to + (g + 8 * h) * D + 8 * (n + t), w);
-    }
-  }
-}
-// (16 values, 64 tokens) accumulators to rows of tokens, `stride` apart; rows at and past `rows` are not written.
-__device__ inline void store_transposed(bf16* to, int64_t stride, int rows, int g, int t, const Tiles<kChunk / 8>& x) {
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; n += 2) {
-    uint32_t w[4];  // tokens of tile n + i / 2, values 8 (i % 2) and following
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      w[i] = transpose_matrix(pack_bf16s(x[n + i / 2][2 * (i % 2)], x[n + i / 2][2 * (i % 2) + 1]));
-    }
-    transpose_quad(w);
-    const int row = 8 * (n + t / 2) + g;
-    if (row < rows) store_words(to + row * stride + 8 * (t % 2), w);
-  }
-}
-
 template <int D, int kWarps, bool kOutputs>
 __global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ uint4 memory[];
@@ -285,17 +143,17 @@ __global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant
     const Chunk c = a.chunks[chunk];
     const int64_t at = b.place(chunk);
     Tiles<kChunk / 8> dr = {}, y = {};
-    OutputGradient d_o;
     b.template begin_step<0>(chunk);
-    d_o.template load<2 * kWarps>(s.d_o, b.warp, lane);
-    const auto of_d_o = [&](int i, uint32_t(&f)[4]) { d_o.fragment(i, f); };
-    multiply_lower(dr, of_d_o, s.p, lane);
     if (kOutputs) store_rounded<D>(a.d_states + (at * D + b.warp_value()) * D, g, t, ds);
+    const RowScales of_ds = multiply_state<D>(dr, ds, s.k_end, lane);
     b.template begin_step<1>(chunk);
-    multiply_transposed<D>(dr, ds, s.k_end, lane);
+    const auto d_o = Operand<kChunk / 8>::template load<2 * kWarps>(s.d_o, b.warp, lane);
+    scale_rows<kChunk / 8>(dr, of_ds.down[0] * d_o.scales.up[0], of_ds.down[1] * d_o.scales.up[1]);
+    multiply_lower(dr, d_o, s.p, lane);
     b.template begin_step<2>(chunk);
-    multiply_lower(
-        y, [&](int i, uint32_t(&f)[4]) { tf32_fragment(dr[i], f); }, s.inverse, lane);
+    const Operand<kChunk / 8> of_dr(dr);
+    multiply_lower(y, of_dr, s.inverse, lane);
+    scale_rows<kChunk / 8>(y, of_dr.scales.down[0] * d_o.scales.down[0], of_dr.scales.down[1] * d_o.scales.down[1]);
     if (kOutputs) store_transposed(a.y + at * kChunk * D + b.warp_value(), D, kChunk, g, t, y);
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
@@ -305,19 +163,19 @@ __global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant
     if (kOutputs) {
       store_transposed(a.dv + (c.token * a.heads + b.head) * D + b.warp_value(), a.heads * D, c.rows, g, t, y);
     }
+    const Operand<kChunk / 8> of_y(y);
     b.template begin_step<3>(chunk);
 #pragma unroll
     for (int n = 0; n < D / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ds[n][i] *= s.decay[8 * n + 2 * t + i % 2];
+      for (int i = 0; i < 4; ++i) ds[n][i] *= s.decay[8 * n + 2 * t + i % 2] * d_o.scales.up[i / 2];
     }
-    multiply_rows<D>(ds, of_d_o, s.q_start, lane);
+    multiply_rows<D>(ds, d_o, s.q_start, lane);
     b.template begin_step<4>(chunk);
-    const auto of_minus_y = [&](int i, uint32_t(&f)[4]) {
-      const float minus[4] = {-y[i][0], -y[i][1], -y[i][2], -y[i][3]};
-      tf32_fragment(minus, f);
-    };
-    multiply_rows<D>(ds, of_minus_y, s.k_start, lane);
+    // Minus Y: both signs of the state change instead.
+    scale_rows<D / 8>(ds, -d_o.scales.down[0] * of_y.scales.up[0], -d_o.scales.down[1] * of_y.scales.up[1]);
+    multiply_rows<D>(ds, of_y, s.k_start, lane);
+    scale_rows<D / 8>(ds, -of_y.scales.down[0], -of_y.scales.down[1]);
   }
   if (!kOutputs) store_state<D>(a.ends + of_piece, g, t, ds);
   if (kOutputs && a.d_initial != nullptr && b.piece.index == 0) store_state<D>(a.d_initial + of_document, g, t, ds);
