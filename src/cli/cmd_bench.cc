@@ -47,7 +47,7 @@ void print_step(const train::StepBench& b, bool json) {
                        {"gflops_per_s", b.achieved_flops / 1e9},
                        {"gemm_gflops_per_s", b.gemm_rate / 1e9},
                        {"gemm_share", b.gemm_share},
-                       {"mfu", b.gemm_share},
+                       {"mfu", b.mfu},
                        {"static_bytes", b.static_bytes},
                        {"planned_peak_bytes", b.planned_peak_bytes},
                        {"peak_bytes", b.peak_bytes},
@@ -85,7 +85,7 @@ Json speed_json(const check::Speed& s, double rate) {
 }
 
 void bench_ops(const Args& args) {
-  const double rate = ops::measured_gemm_rate(Product::f32);
+  const double rate = ops::measured_gemm_rate(Product::f32, args.step.device);
   std::vector<check::Speed> rows;
   for (const check::OpTable* table : selfcheck::op_tables()) {
     if (args.op != "all" && args.op != table->op) continue;
@@ -120,8 +120,8 @@ void bench_ops(const Args& args) {
                fmt::format("{:.1f}", s.forward_backward_bytes / s.forward_backward_ms / 1e6),
                fmt::format("{:.0f}", s.forward_backward_flops / s.forward_backward_ms * 1e5 / rate)});
   }
-  print(table.text() +
-        fmt::format("\nthis machine's float32 GEMM: {:.1f} GFLOP/s; rates are of forward with backward\n", rate / 1e9));
+  print(table.text() + fmt::format("\nthis machine's {} GEMM: {:.1f} GFLOP/s; rates are of forward with backward\n",
+                                   args.step.device == Device::cuda ? "bf16" : "float32", rate / 1e9));
 }
 
 void run(Args& args) {

@@ -16,6 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kHopperDenseBf16 = 989e12;  // FLOP/s, NVIDIA's datasheet of the H100 and H200
+
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 RunConfig run_config(const StepBenchOptions& o) {
@@ -70,7 +72,7 @@ void add_profile(const Ledger& ledger, StepBench& b) {
 
 StepBench bench_step(const StepBenchOptions& o) {
   StepBench b;
-  b.gemm_rate = ops::measured_gemm_rate(o.product);
+  b.gemm_rate = ops::measured_gemm_rate(o.product, o.device);
   const auto begin = Clock::now();
   const RunConfig run = run_config(o);
   model::ModelConfig config = model::load_model_config(o.model_file);
@@ -118,6 +120,7 @@ StepBench bench_step(const StepBenchOptions& o) {
   b.flops_per_token = flops / double(b.tokens);
   b.achieved_flops = flops / b.step_s;
   b.gemm_share = b.achieved_flops / b.gemm_rate;
+  b.mfu = cuda ? b.achieved_flops / kHopperDenseBf16 : b.gemm_share;
   b.static_bytes = stepper.static_bytes();
   b.planned_peak_bytes = dry.peak();
   b.peak_bytes = arena.peak();

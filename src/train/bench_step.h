@@ -18,6 +18,7 @@ struct StepBench {
   double achieved_flops = 0;   // a second, in such products over the whole step
   double gemm_rate = 0;        // this machine's, in the same precision
   double gemm_share = 0;
+  double mfu = 0;  // share of the chip's dense peak on a GPU; on a CPU, whose peak nobody states, gemm_share
   int64_t static_bytes = 0, planned_peak_bytes = 0, peak_bytes = 0;  // of the arena
   int64_t process_peak_bytes = 0;                                    // resident, as the kernel counts
   struct Row {

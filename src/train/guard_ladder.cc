@@ -1,6 +1,8 @@
 // What the guard does: the rungs that answer a layer's alarms, and the re-initialisation of an expert.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <span>
 
 #include "core/host_copy.h"
 #include "core/philox.h"
@@ -20,9 +22,12 @@ constexpr double kWeightNoise = 0.02, kRouterNoise = 0.05;
 // to = from + N(0, (share rms(from))^2)
 void copy_with_noise(const View& from, const View& to, double share, const Philox& random, uint64_t first_draw) {
   const HostCopy donor(from), made(to);
-  const double rms = std::sqrt(square_sum(donor.view()) / double(std::max<int64_t>(from.elements(), 1)));
+  const std::span<const float> values(donor.as<float>(), static_cast<size_t>(from.elements()));
+  const double squares = std::accumulate(values.begin(), values.end(), 0.0,
+                                         [](double sum, float x) { return sum + double(x) * double(x); });
+  const double rms = std::sqrt(squares / double(std::max<int64_t>(from.elements(), 1)));
   for (int64_t i = 0; i < from.elements(); ++i) {
-    made.as<float>()[i] = donor.as<float>()[i] + float(share * rms * random.normal(first_draw + uint64_t(i)));
+    made.as<float>()[i] = values[static_cast<size_t>(i)] + float(share * rms * random.normal(first_draw + uint64_t(i)));
   }
   made.put_back();
 }

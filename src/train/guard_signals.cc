@@ -27,13 +27,6 @@ double dot(const float* a, const float* b, int64_t n) {
 
 }  // namespace
 
-double square_sum(const View& view) {
-  double sum = 0;
-  const float* x = view.as<float>();
-  for (int64_t i = 0; i < view.elements(); ++i) sum += double(x[i]) * double(x[i]);
-  return sum;
-}
-
 Signals signals_of(const std::vector<ExpertSums>& window) {
   Signals s;
   std::vector<double> with_tokens;

@@ -30,6 +30,4 @@ Signals signals_of(const std::vector<ExpertSums>& window);
 // Largest cosine of each router row with another row, (E, D) f32: 1 for a twin. E^2 D products, so for audits only.
 std::vector<double> router_cosines(const View& rows);
 
-double square_sum(const View& view);  // f32
-
 }  // namespace tessera::train

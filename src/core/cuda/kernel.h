@@ -109,16 +109,18 @@ __device__ void store8(T* p, int64_t count, bool whole, const float (&x)[8]) {
     if (i < count) p[i] = from_float<T>(x[i]);
   }
 }
-// Whether rows of these views may be read eight elements at a time.
+// Whether rows of these views may be read eight elements at a time. A vector is one row.
 inline bool eights(const View& v) {
-  return v.row_elements() % 8 == 0 && v.row_stride() % 8 == 0 && reinterpret_cast<uintptr_t>(v.data()) % 32 == 0;
+  const bool rows = v.rank() == 1 ? v.dim(0) % 8 == 0 : v.row_elements() % 8 == 0 && v.row_stride() % 8 == 0;
+  return rows && reinterpret_cast<uintptr_t>(v.data()) % 32 == 0;
 }
 template <class... More>
 bool eights(const View& first, const More&... more) {
   return eights(first) && eights(more...);
 }
 
-__device__ inline float warp_sum(float x) {
+template <class T>
+__device__ T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
@@ -128,14 +130,15 @@ __device__ inline float warp_max(float x) {
   for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
-// Sum over a block of a multiple of 32 threads, the same in every thread. `shared` holds a float a warp; a barrier
-// must lie between two uses of it, and this function begins with one.
-__device__ inline float block_sum(float x, float* shared) {
+// Sum over a block of a multiple of 32 threads, the same in every thread. `shared` holds one T a warp; a barrier must
+// lie between two uses of it, and this function begins with one.
+template <class T>
+__device__ T block_sum(T x, T* shared) {
   x = warp_sum(x);
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
-  float sum = 0;
+  T sum = 0;
   for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += shared[w];
   return sum;
 }

@@ -35,5 +35,6 @@ inline constexpr int64_t kGemmWorkspaceBytes = (int64_t{32} << 20) + 256;
 inline View gemm_workspace(Arena& arena) { return arena.allocate(DType::u8, {kGemmWorkspaceBytes}); }
 
 void gemm(GpuStream, const GpuProduct&, const View& workspace);
+double measured_gpu_gemm_rate();  // see measured_gemm_rate()
 
 }  // namespace tessera::ops

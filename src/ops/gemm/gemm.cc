@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/parallel.h"
+#include "ops/gemm/cuda.h"
 
 namespace tessera::ops {
 namespace {
@@ -125,7 +126,8 @@ bool cpu_has_bf16_products() {
   return dnnl::get_effective_cpu_isa() >= dnnl::cpu_isa::avx512_core_bf16 && __builtin_cpu_supports("avx512bf16");
 }
 
-double measured_gemm_rate(Product product) {
+double measured_gemm_rate(Product product, Device device) {
+  if (device == Device::cuda) return measured_gpu_gemm_rate();
   constexpr int64_t n = 2048;
   std::vector<float> a(n * n, 0.5f), b(n * n, 0.25f), c(n * n);
   Arena arena(gemm_scratch_bytes(product, n, n, n) + Arena::kAlignment);

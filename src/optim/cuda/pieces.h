@@ -67,18 +67,6 @@ __device__ void for_eights(const Chunk& chunk, F&& f) {
   for (int64_t i = threadIdx.x * 8; i < chunk.count; i += kThreads * 8) f(i, chunk.count - i);
 }
 
-// As the block_sum of floats.
-__device__ inline double block_sum(double x, double* shared) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  double sum = 0;
-  for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += shared[w];
-  return sum;
-}
-
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }  // for load8 and store8
 
 // `rows` sums of `count` neighbouring numbers each, in a fixed order.

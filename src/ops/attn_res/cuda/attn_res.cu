@@ -268,7 +268,6 @@ void choose(int64_t width, F&& f) {
 bool eights_all(const std::vector<View>& views) {
   return std::all_of(views.begin(), views.end(), [](const View& v) { return eights(v); });
 }
-View as_row(const View& v) { return v.reshaped({1, v.elements()}); }
 
 template <class T>
 Arguments<T> arguments(const Dims& d, const Inputs& in) {
@@ -279,7 +278,7 @@ Arguments<T> arguments(const Dims& d, const Inputs& in) {
                  .width = d.width,
                  .sources = static_cast<int>(d.sources),
                  .eps = float(d.eps),
-                 .whole = eights(as_row(in.query), as_row(in.gain)) && eights_all(in.sources),
+                 .whole = eights(in.query, in.gain) && eights_all(in.sources),
                  .query = in.query.gpu<float>(),
                  .gain = in.gain.gpu<float>()};
   for (int s = 0; s < a.sources; ++s) a.source[s] = in.sources[size_t(s)].gpu<T>();

@@ -22,18 +22,14 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const T* a, const T* b, T
   store8(y + i, left, whole, x);
 }
 
-// One block a part; a thread sums its elements in float64, then the threads are added in a tree.
+// One block a part, in float64.
 __global__ void __launch_bounds__(kThreads) square_sums_kernel(const float* x, int64_t length, double* sums) {
-  __shared__ double of_threads[kThreads];
+  __shared__ double shared[kThreads / 32];
   const float* part = x + int64_t(blockIdx.x) * length;
   double sum = 0;
   for (int64_t i = threadIdx.x; i < length; i += kThreads) sum += double(part[i]) * double(part[i]);
-  of_threads[threadIdx.x] = sum;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) sums[blockIdx.x] = of_threads[0];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
 }  // namespace

@@ -114,19 +114,15 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     squares_kernel(const T* rows, int64_t width, const int64_t* offsets, const int64_t* counts, double* squares) {
-  __shared__ double of_threads[kThreads];
+  __shared__ double shared[kThreads / 32];
   const T* first = rows + offsets[blockIdx.x] * width;
   double sum = 0;
   for (int64_t i = threadIdx.x; i < counts[blockIdx.x] * width; i += kThreads) {
     const float x = to_float(first[i]);
     sum += double(x) * double(x);
   }
-  of_threads[threadIdx.x] = sum;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) squares[blockIdx.x] += of_threads[0];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) squares[blockIdx.x] += sum;
 }
 
 const int64_t* row_count(const Dims& d, const Saved& saved) { return saved.offsets.gpu<int64_t>() + d.experts; }
