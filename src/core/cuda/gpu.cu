@@ -45,11 +45,16 @@ void require() {
   int count = 0, driver = 0;
   const cudaError_t found = cudaGetDeviceCount(&count);
   TESSERA_CUDA(cudaDriverGetVersion(&driver));  // 0 without one
-  if (found == cudaErrorInsufficientDriver || (driver > 0 && driver < CUDART_VERSION / 1000 * 1000)) {
+  if (driver == 0) {
+    (void)cudaGetLastError();
+    fail_user("device \"cuda\": there is no NVIDIA driver; install one for CUDA {} or newer, or set device = \"cpu\"",
+              version_text(CUDART_VERSION));
+  }
+  if (found == cudaErrorInsufficientDriver || driver < CUDART_VERSION / 1000 * 1000) {
     (void)cudaGetLastError();
     fail_user(
         "device \"cuda\": the driver supports CUDA {}, wanted {}; install a newer driver, or set device = \"cpu\"",
-        driver == 0 ? "none (there is no driver)" : version_text(driver), version_text(CUDART_VERSION));
+        version_text(driver), version_text(CUDART_VERSION));
   }
   if (found != cudaSuccess || count == 0) {
     (void)cudaGetLastError();
