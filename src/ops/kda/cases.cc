@@ -31,7 +31,12 @@ std::vector<check::Case> small_cases() {
       changed(make_problem({33}, 1, 8, 8, 32, kUnbounded), [](Problem& p) { p.z_shift = -6; }),  // nearly no decay
       changed(make_problem({33}, 1, 8, 8, 32, kUnbounded), [](Problem& p) { p.z_scale = 8; })};  // both in one tile
   std::vector<check::Case> cases;
-  for (const Problem& p : problems) cases.push_back(make_case(p));
+  for (const Problem& p : problems) {
+    check::Case c = make_case(p);
+    // Gates near their bound have gradients so small that the rounding of the outputs shows in differences of 1e-5.
+    if (p.z_shift > 0) c.step = 1e-4;
+    cases.push_back(c);
+  }
   return cases;
 }
 
