@@ -1,0 +1,52 @@
+// Who works with whom: the processes of a job as a mesh with named axes.
+//
+//   rank = ((p * data + d) * context + c) * tensor + t        p stage of the pipeline, d, c, t along the other axes
+//
+// `data * context` processes of one stage see different tokens and hold the same dense weights: the replica axis, along
+// which gradients are summed and the optimizer's state is cut. The expert axis lies inside it: `expert` neighbours hold
+// different experts, and processes that hold the same ones make up the expert replica axis. Neighbours along an axis
+// that speaks much (tensor, then context, then expert) have neighbouring ranks, so that they share a node.
+#pragma once
+
+#include "dist/communicator.h"
+
+namespace tessera::config {
+class Options;
+}
+
+namespace tessera::dist {
+
+struct Layout {  // [parallel] of a run file
+  int64_t data = 1;
+  int64_t expert = 1;  // divides data * context
+  int64_t context = 1;
+  int64_t pipeline = 1;
+  int64_t tensor = 1;
+
+  int64_t processes() const { return data * context * pipeline * tensor; }
+  int64_t replicas() const { return data * context; }
+  bool operator==(const Layout&) const = default;
+  void bind(config::Options& options);
+  void check(const std::string& where) const;  // UserError: experts that do not divide the replicas
+  std::string to_string() const;               // "data 2 x context 4", or "one process"
+};
+
+class Mesh {
+ public:
+  // UserError where the layout is of another number of processes. `gpu` may be null; both outlive the mesh.
+  Mesh(const Layout& layout, Transport& host, Transport* gpu = nullptr);
+
+  const Layout layout;
+  const int64_t data_index;  // of this process along the data axis
+  Communicator world;
+  Communicator replica;         // data x context of one stage: different tokens, the same dense weights
+  Communicator expert;          // of one replica group: different experts
+  Communicator expert_replica;  // the same experts, different tokens
+  Communicator context;         // neighbouring shards of the same sequences
+  Communicator pipeline;        // stages, first to last
+  Communicator tensor;          // different heads, the same tokens
+
+  std::vector<const Communicator*> axes() const;
+};
+
+}  // namespace tessera::dist

@@ -1,0 +1,65 @@
+// What carries bytes between the processes of a job. MPI for memory of the host, NCCL for memory of the GPU, threads of
+// one process for tests, and nothing at all for plans.
+//
+// One primitive, a set of messages that leave and arrive together: every collective is made of it, once, in
+// communicator.cc. So sums have the same order whatever carries them, and every byte is counted in one place.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "core/error.h"
+#include "core/view.h"
+
+namespace tessera::dist {
+
+// Another process did not answer, or the connection to it is gone. Ends the job: nothing is tried again.
+class LostProcess : public Error {
+ public:
+  using Error::Error;
+};
+
+struct Message {
+  int peer = 0;  // rank in the job
+  void* data = nullptr;
+  int64_t bytes = 0;  // 0 is not sent
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual int node_of(int rank) const = 0;  // machines, counted from 0 in the order of their lowest rank
+  virtual bool dry() const { return false; }
+
+  // Returns when all of `receive` has arrived and the memory of `send` may be written again (in the GPU's order with
+  // memory of the GPU). At most one message to and one from each peer; between two processes the messages of one
+  // channel arrive in the order of the calls. Calls of different channels may run in different threads at the same
+  // time. `what` names the call in the LostProcess thrown where a peer does not answer in time.
+  virtual void exchange(int channel, std::span<const Message> send, std::span<const Message> receive,
+                        const std::string& what) = 0;
+
+  // Ends the job: every other process ends too, now. `why` is for people.
+  [[noreturn]] virtual void abort(const std::string& why) = 0;
+};
+
+// Of a plan: the process of that rank among so many, which sends nothing.
+class DryTransport final : public Transport {
+ public:
+  DryTransport(int rank, int size, int ranks_per_node) : rank_(rank), size_(size), ranks_per_node_(ranks_per_node) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int node_of(int rank) const override { return rank / ranks_per_node_; }
+  bool dry() const override { return true; }
+  void exchange(int, std::span<const Message>, std::span<const Message>, const std::string&) override {}
+  [[noreturn]] void abort(const std::string& why) override { throw Error(why); }
+
+ private:
+  int rank_, size_, ranks_per_node_;
+};
+
+}  // namespace tessera::dist
