@@ -70,7 +70,8 @@ struct Training {
   }
   std::vector<Values> everything() const {  // weights, biases and optimizer state
     std::vector<Values> all;
-    for (const auto& [name, view] : stepper.state()) {
+    for (const train::Piece& piece : stepper.state()) {
+      const View& view = piece.view;
       if (view.dtype() == DType::f32) all.emplace_back(view.as<float>(), view.as<float>() + view.elements());
     }
     return all;

@@ -118,7 +118,7 @@ void Communicator::reduce_scatter(Context& ctx, std::span<const View> parts, con
   for (View& v : received) v = ctx.arena.allocate(own.dtype(), own.shape());
   received[static_cast<size_t>(rank_)] = own;
   exchange("reduce_scatter", parts, received);
-  if (ctx.dry() || own.elements() == 0) return;
+  if (own.data() == nullptr || own.elements() == 0) return;
   const View total = received.front().data() == own.data() ? own : received.front();  // the order of the ranks
   for (size_t r = 1; r < received.size(); ++r) add(ctx, received[r], total);
   if (total.data() != sum.data()) copy(total, sum);
@@ -133,6 +133,12 @@ void Communicator::all_reduce(Context& ctx, const View& values) {
 }
 
 // ---- small things ----
+
+void Communicator::all_reduce(const View& values) {
+  Arena arena(values.bytes() + (size() + 1) * 2 * Arena::kAlignment);
+  Context host{Device::cpu, arena};
+  all_reduce(host, values);
+}
 
 template <class T>
 static View host_view(std::vector<T>& values) {

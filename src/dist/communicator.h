@@ -53,7 +53,8 @@ class Communicator {
   void send_receive(const View& send, int to, const View& receive, int from);
   void barrier();
 
-  // Small things on the host, also without an arena.
+  // Small things on the host, with room from the heap.
+  void all_reduce(const View& values);
   std::vector<int64_t> all_gather(int64_t value);
   std::vector<std::string> all_gather(const std::string& text);
   int64_t sum(int64_t value);

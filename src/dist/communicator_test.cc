@@ -118,7 +118,7 @@ TEST(Communicator, CountsBytesInsideAndAcrossNodes) {
                EXPECT_EQ(world.traffic().across, 2 * 2 * 4000);
                Arena dry = Arena::dry();
                Context plan{Device::dry, dry};
-               DryTransport transport(world.rank(), 4, 2);
+               DryTransport transport(world.rank(), {0, 0, 1, 1});
                Communicator planned("world", {0, 1, 2, 3}, 0, transport, nullptr);
                planned.all_reduce(plan, dry.allocate(DType::f32, {4000}));
                EXPECT_EQ(planned.traffic().inside, world.traffic().inside);
@@ -174,7 +174,7 @@ TEST(Mesh, GroupsOfEveryAxis) {
     for (int r = 0; r < c.size(); ++r) ranks.push_back(c.rank_in_job(r));
     return ranks;
   };
-  DryTransport transport(5, 16, 8);  // stage 0, data 1, context 0, tensor 1
+  DryTransport transport(5, std::vector<int>(16, 0));  // stage 0, data 1, context 0, tensor 1
   const Mesh mesh(layout, transport);
   EXPECT_EQ(members(mesh.tensor), (std::vector<int>{4, 5}));
   EXPECT_EQ(members(mesh.context), (std::vector<int>{5, 7}));
@@ -187,7 +187,7 @@ TEST(Mesh, GroupsOfEveryAxis) {
 }
 
 TEST(Mesh, LayoutsThatCannotBe) {
-  DryTransport transport(0, 4, 4);
+  DryTransport transport(0, {0, 0, 0, 0});
   EXPECT_THROW(Mesh({.data = 2}, transport), UserError);
   EXPECT_THROW((Layout{.data = 4, .expert = 3}.check("run.toml")), UserError);
   EXPECT_EQ((Layout{.data = 2, .context = 4}.to_string()), "data 2 x context 4");

@@ -101,6 +101,15 @@ Mesh::Mesh(const Layout& l, Transport& host, Transport* gpu)
         return a.stage == b.stage && a.data == b.data && a.context == b.context;
       })) {}
 
+DryMesh::DryMesh(const Mesh* like) {
+  if (like == nullptr) return;
+  const Communicator& world = like->world;
+  std::vector<int> nodes;
+  for (int r = 0; r < world.size(); ++r) nodes.push_back(world.node_of(r));
+  transport_ = std::make_unique<DryTransport>(world.rank(), std::move(nodes));
+  mesh_ = std::make_unique<Mesh>(like->layout, *transport_);
+}
+
 std::vector<const Communicator*> Mesh::axes() const {
   return {&world, &replica, &expert, &expert_replica, &context, &pipeline, &tensor};
 }

@@ -8,6 +8,8 @@
 // that speaks much (tensor, then context, then expert) have neighbouring ranks, so that they share a node.
 #pragma once
 
+#include <memory>
+
 #include "dist/communicator.h"
 
 namespace tessera::config {
@@ -47,6 +49,17 @@ class Mesh {
   Communicator tensor;          // different heads, the same tokens
 
   std::vector<const Communicator*> axes() const;
+};
+
+// The same place in the same layout, for a plan: nothing is sent, and the traffic is counted.
+class DryMesh {
+ public:
+  explicit DryMesh(const Mesh* like);  // null: none
+  Mesh* get() const { return mesh_.get(); }
+
+ private:
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Mesh> mesh_;
 };
 
 }  // namespace tessera::dist

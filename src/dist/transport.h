@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "core/view.h"
@@ -33,7 +34,6 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int node_of(int rank) const = 0;  // machines, counted from 0 in the order of their lowest rank
-  virtual bool dry() const { return false; }
 
   // Returns when all of `receive` has arrived and the memory of `send` may be written again (in the GPU's order with
   // memory of the GPU). At most one message to and one from each peer; between two processes the messages of one
@@ -46,20 +46,20 @@ class Transport {
   [[noreturn]] virtual void abort(const std::string& why) = 0;
 };
 
-// Of a plan: the process of that rank among so many, which sends nothing.
+// Of a plan: the process of that rank, which sends nothing.
 class DryTransport final : public Transport {
  public:
-  DryTransport(int rank, int size, int ranks_per_node) : rank_(rank), size_(size), ranks_per_node_(ranks_per_node) {}
+  DryTransport(int rank, std::vector<int> node_of_rank) : rank_(rank), nodes_(std::move(node_of_rank)) {}
 
   int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  int node_of(int rank) const override { return rank / ranks_per_node_; }
-  bool dry() const override { return true; }
+  int size() const override { return static_cast<int>(nodes_.size()); }
+  int node_of(int rank) const override { return nodes_[static_cast<size_t>(rank)]; }
   void exchange(int, std::span<const Message>, std::span<const Message>, const std::string&) override {}
   [[noreturn]] void abort(const std::string& why) override { throw Error(why); }
 
  private:
-  int rank_, size_, ranks_per_node_;
+  int rank_;
+  std::vector<int> nodes_;
 };
 
 }  // namespace tessera::dist

@@ -37,6 +37,12 @@ Model::Model(ModelConfig config, ModelOptions options)
   options_.recompute.resize(static_cast<size_t>(config_.layers), false);
 }
 
+Model Model::with_mesh(dist::Mesh* mesh) const {
+  ModelOptions options = options_;
+  options.mesh = mesh;
+  return Model(config_, options);
+}
+
 int64_t Model::moe_layers() const {
   int64_t n = 0;
   for (int64_t l = 0; l < config_.layers; ++l) n += config_.is_moe(l);

@@ -10,6 +10,7 @@
 
 #include <vector>
 
+#include "dist/mesh.h"
 #include "model/ffn_layer.h"
 #include "model/kda_layer.h"
 #include "model/mla_layer.h"
@@ -46,6 +47,7 @@ struct RecordOptions {
 struct ModelOptions {
   std::vector<bool> recompute;     // one a layer: keep only the residual stream, recompute the rest in backward
   int64_t loss_block_rows = 1024;  // rows whose logits exist at a time
+  dist::Mesh* mesh = nullptr;      // the processes that train it together; null: this one alone
 };
 
 // Inference state of N sequences. Grows by 4 (r + d_p) bytes a token and MLA layer, by nothing a KDA layer.
@@ -57,9 +59,11 @@ struct Caches {
 class Model {
  public:
   Model(ModelConfig config, ModelOptions options);
+  Model with_mesh(dist::Mesh* mesh) const;  // the same, at another place
 
   const ModelConfig& config() const { return config_; }
   const ParameterTable& table() const { return table_; }
+  dist::Mesh* mesh() const { return options_.mesh; }
   int64_t moe_layers() const;
   int64_t mla_layers() const;
   StepRecord allocate_record(Arena&, DType, const RecordOptions&) const;

@@ -57,10 +57,10 @@ void check_slot(const Slot& s, DType dtype) {
 
 Optimizer::Optimizer(std::vector<Slot> slots, Options options) : slots_(std::move(slots)), options_(options) {
   check_options(options_);
-  std::set<std::string_view> names;
+  std::set<std::pair<std::string_view, int64_t>> names;
   for (const Slot& slot : slots_) {
     check_slot(slot, slots_.front().value.dtype());
-    TESSERA_CHECK(names.insert(slot.name).second, "two slots are named {}", slot.name);
+    TESSERA_CHECK(names.insert({slot.name, slot.first_row}).second, "two slots are named {}", slot.name);
   }
 }
 
@@ -75,10 +75,12 @@ void Optimizer::allocate_state(Context& ctx) {
   }
 }
 
-StepReport Optimizer::step(Context& ctx, double learning_rate, int64_t step) {
+double Optimizer::gradient_norm(Context& ctx) const { return optim::gradient_norm(ctx, slots_); }
+
+StepReport Optimizer::step(Context& ctx, double learning_rate, int64_t step, double gradient_norm) {
   TESSERA_CHECK(moments_.size() == slots_.size(), "optimizer step before its state was allocated");
   TESSERA_CHECK(std::isfinite(learning_rate) && step >= 0, "learning rate {} at step {}", learning_rate, step);
-  StepReport report{.gradient_norm = gradient_norm(ctx, slots_), .clip_scale = 1, .finite = true};
+  StepReport report{.gradient_norm = gradient_norm, .clip_scale = 1, .finite = true};
   report.finite = std::isfinite(report.gradient_norm);
   if (!report.finite) return report;
   if (options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm) {
@@ -93,11 +95,15 @@ std::vector<Optimizer::StateTensor> Optimizer::state() const {
   TESSERA_CHECK(moments_.size() == slots_.size(), "optimizer state asked for before it was allocated");
   std::vector<StateTensor> tensors;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].rule == Rule::muon) {
-      tensors.push_back({"muon.momentum." + slots_[i].name, moments_[i].first});
+    const Slot& slot = slots_[i];
+    const auto add = [&](const char* what, const View& view) {
+      tensors.push_back({what + slot.name, slot.name, view, slot.first_row});
+    };
+    if (slot.rule == Rule::muon) {
+      add("muon.momentum.", moments_[i].first);
     } else {
-      tensors.push_back({"adam.m." + slots_[i].name, moments_[i].first});
-      tensors.push_back({"adam.v." + slots_[i].name, moments_[i].second});
+      add("adam.m.", moments_[i].first);
+      add("adam.v.", moments_[i].second);
     }
   }
   return tensors;
@@ -105,13 +111,13 @@ std::vector<Optimizer::StateTensor> Optimizer::state() const {
 
 void Optimizer::reset_block(std::string_view name, int64_t block) {
   TESSERA_CHECK(moments_.size() == slots_.size(), "optimizer state reset before it was allocated");
-  const auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.name == name; });
-  TESSERA_CHECK(slot != slots_.end(), "the optimizer has no slot {}", name);
-  TESSERA_CHECK(block >= 0 && block < slot->blocks, "block {} of {}, which has {}", block, name, slot->blocks);
-  const Moments& moments = moments_[static_cast<size_t>(slot - slots_.begin())];
-  const int64_t block_elements = slot->value.elements() / slot->blocks;
-  for (const View& view : {moments.first, moments.second}) {
-    if (view.present()) view.reshaped({slot->blocks, block_elements}).at(block).zero();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    const int64_t rows = slot.value.rows() / slot.blocks, begin = block * rows - slot.first_row;
+    if (slot.name != name || begin < 0 || begin >= slot.value.rows()) continue;
+    for (const View& view : {moments_[i].first, moments_[i].second}) {
+      if (view.present()) view.row_range(begin, rows).zero();
+    }
   }
 }
 

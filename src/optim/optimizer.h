@@ -26,6 +26,7 @@ struct Slot {            // one parameter as the optimizer sees it
   double weight_decay = 0;  // decoupled: value -= learning_rate * weight_decay * value
   bool decay_idle = true;  // false (Muon): a block whose gradient is all zero, an expert without tokens, does not decay
   View copy = {};          // bf16, like the value, on a GPU: what ops read; rounded anew from every new value
+  int64_t first_row = 0;   // where only a part of the parameter is this process's (parts.h): rows before it
 };
 
 struct Options {
@@ -51,18 +52,26 @@ class Optimizer {
  public:
   Optimizer(std::vector<Slot> slots, Options options);  // UserError: options out of range; Error: slots that cannot be
 
-  void allocate_state(Context&);  // momenta from the arena, zeroed (dry: offsets only)
-  // `step` counts from 0; Adam's bias correction uses step + 1. On dry the report is {0, 1, true}.
-  StepReport step(Context&, double learning_rate, int64_t step);
+  void allocate_state(Context&);         // momenta from the arena, zeroed (dry: offsets only)
+  double gradient_norm(Context&) const;  // of the slots; 0 on dry
+  // `step` counts from 0; Adam's bias correction uses step + 1. `gradient_norm` is that of all slots, also of those
+  // that other processes own; not finite: nothing changes.
+  StepReport step(Context&, double learning_rate, int64_t step, double gradient_norm);
+  StepReport step(Context& ctx, double learning_rate, int64_t number) {
+    return step(ctx, learning_rate, number, gradient_norm(ctx));
+  }
 
   struct StateTensor {
-    std::string name;
+    std::string name, parameter;  // that of the slot
     View view;
+    int64_t first_row;
   };
   std::vector<StateTensor> state() const;  // "muon.momentum.<name>", "adam.m.<name>", "adam.v.<name>"
 
-  // Zeroes momentum or moments of one block, for the collapse guard. Adam's correction goes on with the global step:
-  // the block's next updates are (1 - beta1^n) / sqrt(1 - beta2^n) of the corrected ones, 0.45 growing to 1.
+  // Zeroes momentum or moments of one block, counted in the whole parameter, for the collapse guard; nothing where
+  // another process owns it. Adam's
+  // correction goes on with the global step: the block's next updates are (1 - beta1^n) / sqrt(1 - beta2^n) of the
+  // corrected ones, 0.45 growing to 1.
   void reset_block(std::string_view name, int64_t block);
 
   // One step of all slots: sums, but for the workspace, which is the largest at any time and grows with thread_count()

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "optim/parts.h"
 #include "optim/test_slots.h"
 
 namespace tessera::optim {
@@ -162,8 +163,45 @@ TEST(Optimizer, ResetBlockClearsThatBlockAlone) {
       ASSERT_EQ(values[i] == 0, zero) << tensor.name << " " << i;
     }
   }
-  EXPECT_THROW(optimizer.reset_block("router", 6), Error);
-  EXPECT_THROW(optimizer.reset_block("nothing", 0), Error);
+}
+
+// Parts of slots, each at its owner, make the same step as the whole slots in one optimizer.
+TEST(Optimizer, PartsMakeTheStepOfTheWhole) {
+  Bench whole;
+  Optimizer together(mixed_slots(whole), {});
+  together.allocate_state(whole.context);
+  const StepReport report = together.step(whole.context, 0.01, 0);
+  together.reset_block("experts", 3);
+  for (const int owners : {2, 3, 7}) {
+    Bench bench;
+    const std::vector<Slot> slots = mixed_slots(bench);
+    std::vector<Slot> of_owner[7];
+    for (const Part& part : share_out(slots, owners)) of_owner[part.owner].push_back(part_of(slots[part.slot], part));
+    int64_t elements = 0, most = 0;
+    for (const std::vector<Slot>& own : of_owner) {
+      int64_t n = 0;
+      for (const Slot& slot : own) n += slot.value.elements();
+      elements += n;
+      most = std::max(most, n);
+      Optimizer optimizer(own, {});
+      optimizer.allocate_state(bench.context);
+      optimizer.step(bench.context, 0.01, 0, report.gradient_norm);
+      optimizer.reset_block("experts", 3);
+      for (const auto& tensor : optimizer.state()) {
+        const auto of_whole = together.state();
+        const auto same = std::ranges::find(of_whole, tensor.name, &Optimizer::StateTensor::name);
+        EXPECT_EQ(read(tensor.view), read(same->view.row_range(tensor.first_row, tensor.view.rows()))) << tensor.name;
+      }
+    }
+    const std::vector<Slot>& wanted = together.slots();
+    int64_t all = 0;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      EXPECT_EQ(read(slots[i].value), read(wanted[i].value)) << slots[i].name;
+      all += slots[i].value.elements();
+    }
+    EXPECT_EQ(elements, all);
+    EXPECT_LT(most, all) << owners;
+  }
 }
 
 // Block 1 has no gradient, block 2 a single one in its last place: only block 1 may be spared, and only where asked.

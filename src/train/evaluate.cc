@@ -1,9 +1,12 @@
 #include "train/evaluate.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <numeric>
+
+#include "train/step_sums.h"
 
 namespace tessera::train {
 namespace {
@@ -17,21 +20,21 @@ class BucketMean {
     if (tokens == 0) return;
     const double mean = sum / double(tokens);
     sum_ += sum;
-    tokens_ += tokens;
-    ++documents_;
+    tokens_ += double(tokens);
+    documents_ += 1;
     weighted_square_ += double(tokens) * mean * mean;
   }
-  int64_t tokens() const { return tokens_; }
-  double mean() const { return sum_ / double(tokens_); }
+  std::array<double*, 4> sums() { return {&sum_, &weighted_square_, &tokens_, &documents_}; }
+  int64_t tokens() const { return static_cast<int64_t>(tokens_); }
+  double mean() const { return sum_ / tokens_; }
   double ci() const {
     if (documents_ < 2) return 0;
-    const double variance = std::max(0.0, weighted_square_ / double(tokens_) - mean() * mean());
-    return 1.96 * std::sqrt(variance / double(documents_ - 1));
+    const double variance = std::max(0.0, weighted_square_ / tokens_ - mean() * mean());
+    return 1.96 * std::sqrt(variance / (documents_ - 1));
   }
 
  private:
-  double sum_ = 0, weighted_square_ = 0;
-  int64_t tokens_ = 0, documents_ = 0;
+  double sum_ = 0, weighted_square_ = 0, tokens_ = 0, documents_ = 0;
 };
 
 // Bucket 0 holds position 0, bucket b positions [2^(b-1), 2^b).
@@ -83,6 +86,23 @@ EvalReport::Routing audit(const model::Model& model, const std::vector<ops::rout
   return routing;
 }
 
+// Every process has evaluated other batches: sums over all of them, in the order of the processes.
+void sum_over_replicas(dist::Communicator& replica, std::vector<BucketMean>& buckets, EvalReport& report) {
+  std::vector<double> all{report.loss, double(report.tokens), double(report.bytes), double(report.documents)};
+  for (BucketMean& bucket : buckets) {
+    for (const double* sum : bucket.sums()) all.push_back(*sum);
+  }
+  replica.all_reduce(View(all.data(), DType::f64, {std::ssize(all)}));
+  report.loss = all[0];
+  report.tokens = static_cast<int64_t>(all[1]);
+  report.bytes = static_cast<int64_t>(all[2]);
+  report.documents = static_cast<int64_t>(all[3]);
+  size_t i = 4;
+  for (BucketMean& bucket : buckets) {
+    for (double* sum : bucket.sums()) *sum = all[i++];
+  }
+}
+
 }  // namespace
 
 EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weights& weights,
@@ -91,8 +111,11 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   model::StepRecord record = model.allocate_record(ctx.arena, DType::f32, kCountLoads);
   EvalReport report;
   std::vector<BucketMean> buckets(64);
-  for (int64_t b = 0; b < set.count(); ++b) {
-    const data::Batch batch = set.batch(b);
+  // Among several processes each takes its turn, and they make the same number of calls: the last may be empty.
+  dist::Mesh* mesh = model.mesh();
+  const int64_t turns = mesh != nullptr ? mesh->layout.data : 1, turn = mesh != nullptr ? mesh->data_index : 0;
+  for (int64_t b = 0; b < set.count(); b += turns) {
+    const data::Batch batch = b + turn < set.count() ? set.batch(b + turn) : data::Batch{};
     const int64_t tokens = static_cast<int64_t>(batch.ids.size());
     Arena::Scope one(ctx.arena);
     const View ids = ctx.arena.allocate(DType::i32, {tokens}), targets = ctx.arena.allocate(DType::i32, {tokens});
@@ -103,7 +126,11 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
     std::vector<float> losses(batch.ids.size());
     copy(loss, View(losses.data(), DType::f32, loss.shape()));
     add_losses(batch, losses.data(), buckets, report);
-    if (progress) progress(b + 1, set.count());
+    if (progress) progress(std::min(b + turns, set.count()), set.count());
+  }
+  if (mesh != nullptr) {
+    sum_over_replicas(mesh->replica, buckets, report);
+    sum_record(mesh->replica, record);
   }
   if (report.tokens == 0) fail_user("no held-out text to evaluate; build the store with a larger validation share");
   report.bits_per_byte = report.loss / std::log(2.0) / double(std::max<int64_t>(report.bytes, 1));
@@ -117,7 +144,10 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   return report;
 }
 
-int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device) {
+int64_t evaluation_bytes(const model::Model& evaluated, std::span<const int64_t> offsets, Product product,
+                         Device device) {
+  const dist::DryMesh mesh(evaluated.mesh());
+  const model::Model model = evaluated.with_mesh(mesh.get());
   Arena dry = Arena::dry();
   Context ctx{Device::dry, dry, nullptr, product, device};
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);

@@ -41,22 +41,39 @@ Guard::Guard(const model::Model& model, GuardOptions options) : model_(&model), 
   }
 }
 
+// (layers, 3, E): of the gradients of w1, w3, w2 of every expert, over all processes.
+std::vector<double> Guard::gradient_squares(Context& ctx, const model::Weights& weights) const {
+  const int64_t experts = model_->config().moe.experts, layers = std::ssize(layers_);
+  std::vector<double> squares(static_cast<size_t>(layers * 3 * experts));
+  const View all(squares.data(), DType::f64, {layers * 3, experts});
+  Arena::Scope scope(ctx.arena);
+  int64_t row = 0;
+  for (const Layer& layer : layers_) {
+    const model::MoeParams& p = model_->table().layer(layer.layer).moe;
+    for (model::ParamId id : {p.w1, p.w3, p.w2}) {
+      const View sums = ctx.arena.allocate(DType::f64, {experts});
+      ops::elementwise::square_sums(ctx, weights.d(id), sums);
+      copy(sums, all.at(row++));
+    }
+  }
+  if (model_->mesh() != nullptr) model_->mesh()->replica.all_reduce(all);
+  return squares;
+}
+
 void Guard::observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights) {
   if (!options_.on || ctx.dry()) return;
-  Arena::Scope scope(ctx.arena);
   const int64_t experts = model_->config().moe.experts;
+  const std::vector<double> squares = gradient_squares(ctx, weights);
   for (size_t l = 0; l < layers_.size(); ++l) {
     Layer& layer = layers_[l];
-    const model::MoeParams& p = model_->table().layer(layer.layer).moe;
     const HostCopy loads(counters[l].load), by_biases(counters[l].by_bias), shares(counters[l].weight);
     const HostCopy outputs(counters[l].output_squares);
     const int64_t *load = loads.as<int64_t>(), *by_bias = by_biases.as<int64_t>();
     const double *weight = shares.as<double>(), *output = outputs.as<double>();
-    for (model::ParamId id : {p.w1, p.w3, p.w2}) {
-      const View squares = ctx.arena.allocate(DType::f64, {experts});
-      ops::elementwise::square_sums(ctx, weights.d(id), squares);
-      const HostCopy sums(squares);
-      for (int64_t e = 0; e < experts; ++e) layer.window[static_cast<size_t>(e)].gradient += sums.as<double>()[e];
+    for (size_t matrix = 0; matrix < 3; ++matrix) {
+      for (int64_t e = 0; e < experts; ++e) {
+        layer.window[static_cast<size_t>(e)].gradient += squares[(l * 3 + matrix) * size_t(experts) + size_t(e)];
+      }
     }
     for (int64_t e = 0; e < experts; ++e) {
       ExpertSums& sums = layer.window[static_cast<size_t>(e)];

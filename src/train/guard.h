@@ -57,7 +57,8 @@ class Guard {
 
   Guard(const model::Model& model, GuardOptions options);
 
-  // Adds the counters (output squares among them) and gradients of one step; call before they are cleared.
+  // Adds the counters (output squares among them) and gradients of one step; call before they are cleared. Among
+  // several processes the counters are sums over all, and a gradient is zero but for the one that owns it.
   void observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights);
   // At the end of a window judges it and acts on weights, biases and optimizer state. `step`: steps done.
   // `decaying`: the final decay phase, where nothing is re-initialised. The next step must use routers().
@@ -84,6 +85,7 @@ class Guard {
     std::vector<int64_t> warned, cold, dead;
     std::string alarm;  // of the layer as a whole; empty: none
   };
+  std::vector<double> gradient_squares(Context& ctx, const model::Weights& weights) const;
   Findings judge(Layer& layer, const Signals& s, const View& bias) const;
   int64_t next_rung(const Layer& layer, const Findings& found, bool may_revive) const;
   bool can_be_revived(const Layer& layer, int64_t expert) const;

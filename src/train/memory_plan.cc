@@ -30,10 +30,12 @@ void LargestBatches::add(std::span<const int64_t> offsets) {
 using Routers = std::vector<model::RouterOptions>;
 
 // A training step over these micro-batches, dry; returns the peak of the arena.
-static int64_t step_peak(const model::Model& model, const RunConfig& config, const Routers& routers,
+static int64_t step_peak(const model::Model& trained, const RunConfig& config, const Routers& routers,
                          const LargestBatches& batches, int64_t* static_bytes) {
   Arena arena = Arena::dry();
   Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
+  const dist::DryMesh mesh(trained.mesh());
+  const model::Model model = trained.with_mesh(mesh.get());
   Stepper stepper(ctx, model, config);
   stepper.set_routers(routers);
   *static_bytes = stepper.static_bytes();

@@ -77,6 +77,7 @@ void RunConfig::bind(config::Options& o) {
 
   bind_optim(o, optim);
   bind_balance(o, balance);
+  parallel.bind(o);
 
   o.add("guard.on", &guard.on, "watch for collapsing experts");
   o.add("guard.window", &guard.window, "steps of one window of the watch", at_least(1));
@@ -108,6 +109,14 @@ void RunConfig::check(const std::string& where) const {
     fail_user(
         "{}: train.micro_tokens is {}; wanted a multiple of data.context {} that divides train.tokens_per_step {}",
         where, train.micro_tokens, data.context, train.tokens_per_step);
+  }
+  parallel.check(where);
+  if (micro_batches_per_step() % parallel.data != 0) {
+    fail_user(
+        "{}: a step has {} micro-batches (train.tokens_per_step {} / train.micro_tokens {}), which parallel.data = {} "
+        "processes cannot share evenly; set train.micro_tokens = {}, or another parallel.data",
+        where, micro_batches_per_step(), train.tokens_per_step, train.micro_tokens, parallel.data,
+        std::max<int64_t>(1, train.tokens_per_step / parallel.data / data.context) * data.context);
   }
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);

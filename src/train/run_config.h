@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/mesh.h"
 #include "model/config.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -49,6 +50,7 @@ struct RunConfig {
   } optim;
 
   ops::router::BalanceOptions balance;
+  dist::Layout parallel;
 
   struct Guard {
     bool on = true;
@@ -76,6 +78,7 @@ struct RunConfig {
   model::ModelOptions model_options(const model::ModelConfig&) const;
   int64_t sequences_per_step() const { return train.tokens_per_step / data.context; }
   int64_t sequences_per_micro_batch() const { return train.micro_tokens / data.context; }
+  int64_t micro_batches_per_step() const { return train.tokens_per_step / train.micro_tokens; }  // of all processes
 };
 
 // File, then overrides (from the command line; may be empty). A relative model file is looked up from the working

@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
 
 #include "optim/qk_clip.h"
+#include "train/step_sums.h"
 
 namespace tessera::train {
 
@@ -21,7 +24,8 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
     : model_(model),
       run_(run),
       weights_(model::allocate_weights(ctx.arena, model.table(), ctx.activations(), true)),
-      optimizer_(slots(run), run.optim.rules),
+      ownership_(slots(run), model.mesh()),
+      optimizer_(ownership_.own(), run.optim.rules),
       record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
   optimizer_.allocate_state(ctx);
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
@@ -36,19 +40,20 @@ static View working_copy(const model::Weights& weights, model::ParamId id) {
   return weights[id].dtype() == DType::bf16 ? weights[id] : View();
 }
 
-std::vector<optim::Slot> Stepper::slots(const RunConfig& run) const {
-  std::vector<optim::Slot> slots;
+std::vector<Ownership::Shared> Stepper::slots(const RunConfig& run) const {
+  std::vector<Ownership::Shared> slots;
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
     const model::Parameter& p = model_.table()[id];
     if (p.group == model::Group::buffer) continue;
-    slots.push_back({.name = p.name,
-                     .value = weights_.master[static_cast<size_t>(id)],
-                     .gradient = weights_.d(id),
-                     .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
-                     .blocks = p.blocks,
-                     .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
-                     .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
-                     .copy = working_copy(weights_, id)});
+    slots.push_back({.slot = {.name = p.name,
+                              .value = weights_.master[static_cast<size_t>(id)],
+                              .gradient = weights_.d(id),
+                              .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
+                              .blocks = p.blocks,
+                              .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                              .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
+                              .copy = working_copy(weights_, id)},
+                     .expert = p.stack > 0});
   }
   return slots;
 }
@@ -131,11 +136,22 @@ int64_t Stepper::clip_heads(Context& ctx) const {
                         layers);
 }
 
+optim::StepReport Stepper::update(Context& ctx, double learning_rate, int64_t step) {
+  ownership_.reduce_gradients(ctx);
+  double norm = optimizer_.gradient_norm(ctx);
+  if (model_.mesh() != nullptr) norm = std::sqrt(ownership_.sum(norm * norm));
+  const optim::StepReport report = optimizer_.step(ctx, learning_rate, step, norm);
+  if (report.finite) ownership_.publish_values(ctx);
+  return report;
+}
+
 StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Guard* guard) {
   StepReport report;
+  dist::Mesh* mesh = model_.mesh();
+  if (mesh != nullptr) sum_record(mesh->replica, record_);
   if (!ctx.dry()) report.blind_routers = blind_routers();
   const optim::StepReport update = report.blind_routers.empty()
-                                       ? optimizer_.step(ctx, learning_rate, step)
+                                       ? this->update(ctx, learning_rate, step)
                                        : optim::StepReport{std::numeric_limits<double>::quiet_NaN(), 1, false};
   report.gradient_norm = update.gradient_norm;
   report.clip_scale = update.clip_scale;
@@ -155,6 +171,7 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
     if (update.finite) {
       report.balance.push_back(
           ops::router::balance(dims, options, weights_[model_.table().layer(l).moe.bias], counters));
+      if (mesh != nullptr) keep_histogram_once(mesh->replica, counters);
     } else {
       ops::router::clear(counters);
     }
@@ -171,22 +188,35 @@ void Stepper::set_routers(const std::vector<model::RouterOptions>& routers) {
   record_.routers = routers;
 }
 
-std::vector<model::NamedView> Stepper::state() const {
-  std::vector<model::NamedView> named = model::published_tensors(model_.table(), weights_.master);
-  // The optimizer names its state after the table's names; stacked experts are spelled out one by one.
-  for (const auto& [name, view] : optimizer_.state()) {
-    const size_t hole = name.find("{}");
-    if (hole == std::string::npos) {
-      named.push_back({name, view});
-      continue;
-    }
-    for (int64_t e = 0; e < view.rows(); ++e) {
-      named.push_back({name.substr(0, hole) + std::to_string(e) + name.substr(hole + 2), view.at(e)});
-    }
+// Stacked experts are spelled out one by one, as they are published.
+static void spell_out(const std::string& name, const Shape& whole, int64_t first_row, const View& view, bool saved,
+                      std::vector<Piece>& pieces) {
+  const size_t hole = name.find("{}");
+  if (hole == std::string::npos) return pieces.push_back({name, whole, first_row, view, saved});
+  for (int64_t e = 0; e < view.rows(); ++e) {
+    const View expert = view.at(e);
+    pieces.push_back({name.substr(0, hole) + std::to_string(first_row + e) + name.substr(hole + 2), expert.shape(), 0,
+                      expert, saved});
   }
-  const auto counts = pending_counts();
-  named.insert(named.end(), counts.begin(), counts.end());
-  return named;
+}
+
+std::vector<Piece> Stepper::state() const {
+  const dist::Mesh* mesh = model_.mesh();
+  const bool first = mesh == nullptr || mesh->replica.rank() == 0;
+  std::vector<Piece> pieces;
+  std::map<std::string_view, Shape> shapes;
+  for (model::ParamId id = 0; id < model_.table().size(); ++id) {
+    const model::Parameter& p = model_.table()[id];
+    shapes[p.name] = p.shape;
+    spell_out(p.name, p.shape, 0, weights_.master[static_cast<size_t>(id)], first, pieces);
+  }
+  for (const auto& [name, parameter, view, first_row] : optimizer_.state()) {
+    spell_out(name, shapes.at(parameter), first_row, view, true, pieces);
+  }
+  for (const auto& [name, view] : pending_counts()) {
+    if (first || !name.ends_with(".histogram")) pieces.push_back({name, view.shape(), 0, view, first});
+  }
+  return pieces;
 }
 
 std::vector<model::NamedView> Stepper::pending_counts() const {

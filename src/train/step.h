@@ -2,10 +2,14 @@
 //
 //   for each micro-batch: forward, backward -> finite check, clip -> Muon and AdamW -> QK-clip -> balance the routers
 //
+// Among several processes (model.mesh()) each accumulates its own micro-batches; finish() sums gradients and counts
+// over everyone first, and all of them come out of it with the same weights.
+//
 // The same class runs dry: on a dry context it takes the same memory and charges the same costs, which is the plan.
 #pragma once
 
 #include "train/guard.h"
+#include "train/ownership.h"
 #include "train/run_config.h"
 
 namespace tessera::train {
@@ -19,6 +23,15 @@ struct StepReport {
   std::vector<int64_t> blind_routers;               // layers, from 1, whose router met NaN or infinity: not finite
 
   std::string refusal() const;  // why nothing was changed, for people; empty: it was
+};
+
+// Rows of a published tensor that lie in this process: all of it, but for the optimizer's share of several processes.
+struct Piece {
+  std::string name;
+  Shape whole;
+  int64_t first_row = 0;
+  View view;
+  bool saved = true;  // this process writes it; the others hold the same
 };
 
 class Stepper {
@@ -48,19 +61,23 @@ class Stepper {
   // may be null on dry.
   model::Batch place(Context& ctx, const int32_t* ids, const int32_t* targets, std::span<const int64_t> offsets) const;
 
-  // Everything a checkpoint holds, under published names; optimizer state as "<rule>.<moment>.<name>".
-  std::vector<model::NamedView> state() const;
+  // What this process keeps of everything a checkpoint holds, under published names; optimizer state as
+  // "<rule>.<moment>.<name>".
+  std::vector<Piece> state() const;
   // The part of it named "balance.<layer>.<what>": counts of layers that have yet to see enough tokens to move their
   // bias, else zero. Its shapes follow the routers' options.
   std::vector<model::NamedView> pending_counts() const;
 
  private:
-  std::vector<optim::Slot> slots(const RunConfig& run) const;
+  std::vector<Ownership::Shared> slots(const RunConfig& run) const;
+  optim::StepReport update(Context& ctx, double learning_rate, int64_t step);
+  std::vector<Piece> optimizer_pieces() const;
   std::vector<int64_t> blind_routers() const;
   int64_t clip_heads(Context& ctx) const;
   const model::Model& model_;
   const RunConfig& run_;
   model::Weights weights_;
+  Ownership ownership_;
   optim::Optimizer optimizer_;
   model::StepRecord record_;
   View ids_, targets_, losses_;  // of one micro-batch

@@ -1,17 +1,17 @@
 #include "train/trainer.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
-#include <deque>
 #include <filesystem>
 #include <fstream>
 
-#include "core/host_copy.h"
 #include "core/log.h"
 #include "core/parallel.h"
 #include "data/build.h"
 #include "data/loader.h"
+#include "train/gathered_state.h"
 #include "train/signals.h"
 
 namespace tessera::train {
@@ -62,11 +62,13 @@ struct Trainer::Storage {
       : arena(std::move(made)), ctx{device, arena, nullptr, config.train.product}, stepper(ctx, model, config) {}
 };
 
-Trainer::Trainer(RunConfig config)
-    : config_(std::move(config)),
-      model_(model::load_model_config(config_.model_file),
-             config_.model_options(model::load_model_config(config_.model_file))),
-      guard_(model_, config_.guard_options()) {
+static model::Model model_of(const RunConfig& config, dist::Mesh* mesh) {
+  const model::ModelConfig c = model::load_model_config(config.model_file);
+  return model::Model(c, config.model_options(c)).with_mesh(mesh);
+}
+
+Trainer::Trainer(RunConfig config, dist::Mesh* mesh)
+    : config_(std::move(config)), model_(model_of(config_, mesh)), guard_(model_, config_.guard_options()) {
   if (config_.threads > 0) set_thread_count(static_cast<int>(config_.threads));
   if (!fs::exists(fs::path(config_.data.store) / "train" / "meta.json")) {
     fail_user("{}: no token store there; make one with `tessera data build TEXT --out DIR` and name it as data.store",
@@ -223,14 +225,11 @@ void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::
   const bool fit = same_options && same_names && std::ranges::all_of(counts, [&](const auto& c) {
                      return reader.holds({c.name, c.view});
                    });
-  std::vector<ckpt::TensorRef> wanted;
-  for (const auto& [name, view] : stepper.state()) {
-    if (fit || !is_count(name)) wanted.push_back({name, view});
-  }
-  std::deque<HostCopy> staged;  // the tensors themselves on a CPU
-  for (ckpt::TensorRef& tensor : wanted) tensor.view = staged.emplace_back(tensor.view).view();
-  ckpt::load_all(reader, wanted, !fit);
-  for (const HostCopy& tensor : staged) tensor.put_back();
+  std::vector<Piece> wanted = stepper.state();
+  if (!fit) std::erase_if(wanted, [&](const Piece& p) { return is_count(p.name); });
+  const StagedState staged(wanted);
+  ckpt::load_all(reader, staged.tensors(), !fit || model_.mesh() != nullptr);
+  staged.put_back();
   model::refresh_copies(stepper.weights());
   if (fit) return;
   for (const auto& [name, view] : counts) view.zero();
@@ -245,10 +244,9 @@ std::string Trainer::save() {
   state.model_fingerprint = model_.config().fingerprint();
   state.tokenizer_fingerprint = corpus_->tokenizer->fingerprint();
   state.state_json = to_json(state_);
-  std::deque<HostCopy> staged;
-  for (const auto& [name, view] : storage_->stepper.state()) {
-    state.tensors.push_back({name, staged.emplace_back(view).view()});
-  }
+  const GatheredState gathered(storage_->stepper.state(), model_.mesh() != nullptr ? &model_.mesh()->world : nullptr);
+  if (!leads()) return "";
+  state.tensors = gathered.tensors();
   const std::string root = (fs::path(config_.dir) / "checkpoints").string();
   const ckpt::SaveReport report = ckpt::save(root, state, {.keep_last = config_.checkpoint.keep_last});
   for (const std::string& warning : report.warnings) log_warning("{}", warning);
@@ -257,23 +255,38 @@ std::string Trainer::save() {
 
 // ---- the loop ----
 
+// Sums over the processes that see other tokens.
+static void sum_over_replicas(dist::Mesh* mesh, std::span<int64_t> counts) {
+  if (mesh != nullptr) mesh->replica.all_reduce(View(counts.data(), DType::i64, {std::ssize(counts)}));
+}
+
+bool Trainer::asked_to_stop() const {
+  const bool here = StopSignals::asked();
+  return model_.mesh() == nullptr ? here : model_.mesh()->world.sum(int64_t{here}) > 0;
+}
+
 StepRow Trainer::take_step() {
   const auto begin = Clock::now();
   Storage& s = *storage_;
-  const int64_t sequences = config_.sequences_per_micro_batch();
+  dist::Mesh* mesh = model_.mesh();
+  const int64_t sequences = config_.sequences_per_micro_batch(), data = config_.parallel.data;
+  const int64_t share = config_.micro_batches_per_step() / data, first = mesh != nullptr ? mesh->data_index * share : 0;
   std::vector<data::Batch> batches;
-  int64_t loss_tokens = 0, tokens = 0, bytes = 0;
-  for (int64_t q = 0; q < config_.sequences_per_step(); q += sequences) {
-    batches.push_back(corpus_->loader.batch(state_.next_sequence + q, sequences));
+  std::array<int64_t, 3> counts{};
+  auto& [loss_tokens, tokens, bytes] = counts;
+  for (int64_t m = first; m < first + share; ++m) {
+    batches.push_back(corpus_->loader.batch(state_.next_sequence + m * sequences, sequences));
     loss_tokens += batches.back().loss_tokens;
     tokens += static_cast<int64_t>(batches.back().ids.size());
     bytes += batches.back().text_bytes;
   }
+  sum_over_replicas(mesh, counts);
   double loss = 0;
   for (const data::Batch& batch : batches) {
     const model::Batch placed = s.stepper.place(s.ctx, batch.ids.data(), batch.targets.data(), batch.offsets);
     loss += s.stepper.accumulate(s.ctx, placed, loss_tokens);
   }
+  if (mesh != nullptr) loss = mesh->replica.sum(loss);
   StepRow row;
   row.learning_rate = config_.schedule().at(state_.step);
   row.report = s.stepper.finish(s.ctx, row.learning_rate, state_.step, &guard_);
@@ -300,20 +313,24 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   result.plan = plan_from(expected);
   require_memory(result.plan, config_);
   corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
-  const ckpt::WriterLock lock((fs::path(config_.dir) / "checkpoints").string());
+  std::optional<ckpt::WriterLock> lock;
+  if (leads()) lock.emplace((fs::path(config_.dir) / "checkpoints").string());
   storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_,
                                        config_);
   resume_or_initialise();
   if (state_.step != expected.step) result.plan = plan_from({state_.step, state_.next_sequence});
-  write_run_files();
-  MetricsLog metrics((fs::path(config_.dir) / "metrics.jsonl").string(), resumed_from_);
+  std::optional<MetricsLog> metrics;
+  if (leads()) {
+    write_run_files();
+    metrics.emplace((fs::path(config_.dir) / "metrics.jsonl").string(), resumed_from_);
+  }
   const StopSignals signals;
   const auto begin = Clock::now();
   storage_->arena.reset_peak();
 
   const auto evaluate_and_report = [&](Progress& p) {
     const EvalReport report = evaluate_now();
-    metrics.write(state_.step, report);
+    if (metrics) metrics->write(state_.step, report);
     if (result.last_eval.tokens == 0) result.first_eval = report;
     result.last_eval = report;
     p.eval = report;
@@ -328,28 +345,29 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
       result.first_eval = result.last_eval = evaluate_now();  // its row is in the log already
       p.eval = result.last_eval;
     }
-    progress(p);
+    if (leads()) progress(p);
   }
   const int64_t decay_begin = config_.schedule().decay_begin();
   int64_t saved_at = resumed_from_, steps_here = 0;
   std::string question;  // of the guard: it has nothing left to try
-  while (state_.step < config_.train.steps && !StopSignals::asked() && question.empty()) {
+  while (state_.step < config_.train.steps && question.empty() && !asked_to_stop()) {
     Progress p{take_step(), config_.train.steps, 0, {}};
     ++steps_here;
     const auto events =
         guard_.act(state_.step, state_.step >= decay_begin, storage_->stepper.weights(), storage_->stepper.optimizer());
     storage_->stepper.set_routers(guard_.routers());
-    metrics.write(p.row);
-    if (!p.row.report.finite) log_warning("step {}: {}", p.row.step, p.row.report.refusal());
+    if (metrics) metrics->write(p.row);
+    if (leads() && !p.row.report.finite) log_warning("step {}: {}", p.row.step, p.row.report.refusal());
     for (const GuardEvent& event : events) {
-      metrics.write(event);
+      if (metrics) metrics->write(event);
       if (event.what == "stop") question = to_text(event);
+      if (!leads()) continue;
       if (event.what == "alarm" || event.what == "revived" || event.what == "rung") log_warning("{}", to_text(event));
     }
     const bool last = state_.step == config_.train.steps;
     if (last || (config_.eval.every > 0 && state_.step % config_.eval.every == 0)) evaluate_and_report(p);
     p.seconds_left = seconds_since(begin) / double(steps_here) * double(config_.train.steps - state_.step);
-    progress(p);
+    if (leads()) progress(p);
     if (!last && config_.checkpoint.every > 0 && state_.step % config_.checkpoint.every == 0) {
       try {
         result.checkpoint = save();

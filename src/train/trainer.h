@@ -42,7 +42,9 @@ struct RunResult {
 
 class Trainer {
  public:
-  explicit Trainer(RunConfig config);
+  // `mesh`: of the layout in the run file; null: this process alone. Among several, all of them make the same calls;
+  // the first one writes the run directory and reports progress.
+  explicit Trainer(RunConfig config, dist::Mesh* mesh = nullptr);
   ~Trainer();
 
   const model::Model& model() const { return model_; }
@@ -58,6 +60,8 @@ class Trainer {
   void resume_or_initialise();
   void resume(const std::string& checkpoint);
   void load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before);
+  bool leads() const { return model_.mesh() == nullptr || model_.mesh()->world.rank() == 0; }
+  bool asked_to_stop() const;  // any process
   StepRow take_step();
   EvalReport evaluate_now();
   std::string save();
