@@ -48,16 +48,73 @@ ops::router::Dims router_dims(const LayerContext& lc) {
   const auto& m = lc.config.moe;
   return {lc.tokens, m.experts, m.top_k, m.scale, m.renormalise, m.score, m.groups, m.top_groups};
 }
-ops::experts::Dims expert_dims(const LayerContext& lc) {
+ops::experts::Dims expert_dims(const LayerContext& lc, const MoeParams& p, int64_t rows) {
   const auto& m = lc.config.moe;
-  return {lc.tokens, m.experts, m.top_k, lc.config.expert_width(), m.hidden, lc.config.ffn.activation};
+  return {rows, lc.weights[p.w1].dim(0), m.top_k, lc.config.expert_width(), m.hidden, lc.config.ffn.activation};
 }
 ops::rms_norm::Dims norm_dims(const LayerContext& lc) {
   return {lc.tokens, lc.config.expert_width(), lc.config.norm_eps};
 }
-ops::experts::Inputs expert_inputs(const LayerContext& lc, const MoeParams& p, const View& x, const Saved& s) {
-  return {s.z.present() ? s.z : x, s.routing.experts, s.routing.weights,
-          lc.weights[p.w1],        lc.weights[p.w3],  lc.weights[p.w2]};
+// Whether other processes hold some of the experts.
+bool shares_experts(const LayerContext& lc) { return lc.mesh != nullptr && !lc.mesh->expert.alone(); }
+dist::ExpertRanges expert_ranges(const LayerContext& lc) { return {lc.config.moe.experts, lc.mesh->expert.size()}; }
+
+ops::experts::Inputs expert_inputs(const LayerContext& lc, const MoeParams& p, const View& z, const View& indices,
+                                   const View& weights) {
+  return {z, indices, weights, lc.weights[p.w1], lc.weights[p.w3], lc.weights[p.w2]};
+}
+
+// z (T, L) to y (T, L) by the experts of all processes. `squares` (E): of ops::experts::Outputs.
+void experts_forward(const LayerContext& lc, const MoeParams& p, const View& z, const View& y, const View& squares,
+                     Saved& s) {
+  const auto& m = lc.config.moe;
+  const int64_t width = lc.config.expert_width();
+  if (!shares_experts(lc)) {
+    const ops::experts::Dims dims = expert_dims(lc, p, lc.tokens);
+    s.experts = ops::experts::allocate_saved(lc.ctx, dims, lc.dtype);
+    return ops::experts::forward(lc.ctx, dims, expert_inputs(lc, p, z, s.routing.experts, s.routing.weights),
+                                 {y, squares}, &s.experts);
+  }
+  dist::Communicator& axis = lc.mesh->expert;
+  const dist::ExpertRanges ranges = expert_ranges(lc);
+  Visitors& v = s.visitors;
+  v.routes = plan_routes(lc.ctx, axis, ranges, s.routing.experts, lc.expert_imbalance);
+  v.z = lc.allocate({v.routes.rows, width});
+  v.indices = lc.ctx.arena.allocate(DType::i32, {v.routes.rows, m.top_k});
+  v.weights = lc.allocate_exact({v.routes.rows, m.top_k});
+  const ops::experts::Dims dims = expert_dims(lc, p, v.routes.rows);
+  s.experts = ops::experts::allocate_saved(lc.ctx, dims, lc.dtype);
+  dispatch(lc.ctx, axis, v.routes, z, v.z);
+  dispatch(lc.ctx, axis, v.routes, s.routing.experts, v.indices);
+  dispatch(lc.ctx, axis, v.routes, s.routing.weights, v.weights);
+  keep_own(lc.ctx, ranges, axis.rank(), v.indices);
+
+  Arena::Scope scope(lc.ctx.arena);
+  const View returned = lc.allocate({v.routes.rows, width});
+  const View own = squares.present() ? squares.row_range(ranges.begin(axis.rank()), ranges.count(axis.rank())) : View();
+  ops::experts::forward(lc.ctx, dims, expert_inputs(lc, p, v.z, v.indices, v.weights), {returned, own}, &s.experts);
+  combine(lc.ctx, axis, v.routes, returned, y);
+}
+
+// dy (T, L) -> dz (T, L) and dweights (T, k), both overwritten.
+void experts_backward(const LayerContext& lc, const MoeParams& p, const View& z, const Saved& s, const View& dy,
+                      const View& dz, const View& dweights) {
+  const View dw1 = lc.weights.d(p.w1), dw3 = lc.weights.d(p.w3), dw2 = lc.weights.d(p.w2);
+  if (!shares_experts(lc)) {
+    return ops::experts::backward(lc.ctx, expert_dims(lc, p, lc.tokens),
+                                  expert_inputs(lc, p, z, s.routing.experts, s.routing.weights), s.experts, {dy},
+                                  {dz, dweights, dw1, dw3, dw2});
+  }
+  dist::Communicator& axis = lc.mesh->expert;
+  const Visitors& v = s.visitors;
+  Arena::Scope scope(lc.ctx.arena);
+  const View dy_rows = lc.allocate(v.z.shape()), dz_rows = lc.allocate(v.z.shape());
+  const View dweight_rows = lc.allocate_exact(v.weights.shape());
+  dispatch(lc.ctx, axis, v.routes, dy, dy_rows);
+  ops::experts::backward(lc.ctx, expert_dims(lc, p, v.routes.rows), expert_inputs(lc, p, v.z, v.indices, v.weights),
+                         s.experts, {dy_rows}, {dz_rows, dweight_rows, dw1, dw3, dw2});
+  combine(lc.ctx, axis, v.routes, dz_rows, dz);
+  combine(lc.ctx, axis, v.routes, dweight_rows, dweights);  // each choice is one owner's, and zero in the others
 }
 
 // The router's products keep float32 operands whatever the run's product type: selection compares the third decimal.
@@ -83,7 +140,6 @@ Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
   s.routing.scores = lc.allocate_exact({lc.tokens, m.top_k});
   s.routing.cutoff = lc.allocate_exact({lc.tokens});
   s.routing.invalid = lc.ctx.arena.allocate_zeroed(DType::i64, {1});
-  s.experts = ops::experts::allocate_saved(lc.ctx, expert_dims(lc), lc.dtype);
   if (m.latent > 0) {
     s.z = lc.allocate(latent);
     s.u = lc.allocate(latent);
@@ -113,13 +169,13 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   }
   if (m.latent > 0) {
     project(lc, x, p.down, s.z);
-    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {s.u, squares}, &s.experts);
+    experts_forward(lc, p, s.z, s.u, squares, s);
     if (p.norm != kNone) {
       ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
     }
     project(lc, s.n.present() ? s.n : s.u, p.up, y);
   } else {
-    ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {y, squares}, &s.experts);
+    experts_forward(lc, p, x, y, squares, s);
   }
   if (m.shared == 0) return;
   Arena::Scope scope(lc.ctx.arena);
@@ -143,8 +199,7 @@ void backward(const LayerContext& lc, const MoeParams& p, const View& x, const S
                               {du, lc.weights.d(p.norm)});
     }
   }
-  ops::experts::backward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), s.experts, {du},
-                         {dz, dweights, lc.weights.d(p.w1), lc.weights.d(p.w3), lc.weights.d(p.w2)});
+  experts_backward(lc, p, s.z.present() ? s.z : x, s, du, dz, dweights);
   ops::router::backward(lc.ctx, router_dims(lc), s.routing, {dweights}, {dlogits});
   if (z_loss > 0) {
     Arena::Scope recomputed(lc.ctx.arena);

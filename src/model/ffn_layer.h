@@ -2,6 +2,7 @@
 // Source: moe.md 1 (router), 3 (LatentMoE, its stabilising norm and backward), 4 (activation).
 #pragma once
 
+#include "dist/expert_exchange.h"
 #include "model/layer.h"
 #include "ops/experts/op.h"
 #include "ops/rms_norm/op.h"
@@ -22,10 +23,17 @@ void backward(const LayerContext&, const DenseParams&, const View& x, const Save
 
 namespace tessera::model::latent_moe {
 
+// Rows that came from the members of the expert axis, R in all, and the choices that came with them.
+struct Visitors {
+  dist::Routes routes;
+  View z, indices, weights;  // (R, L), (R, k), (R, k)
+};
+
 struct Saved {
   ops::router::Outputs routing;  // (T, k) experts, weights, scores; (T) cutoff
   View z;                        // (T, L): input of the experts; absent without a latent, where it is x
-  ops::experts::Saved experts;
+  Visitors visitors;             // where experts are shared out among processes
+  ops::experts::Saved experts;   // of this process, on the rows of all or of its own tokens
   View u, n;  // (T, L): sum of the experts, before and after the norm; absent without a latent / norm
   ops::rms_norm::Saved norm;
   mlp::Saved shared;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/documents.h"
+#include "dist/mesh.h"
 #include "model/parameters.h"
 #include "ops/linear/op.h"
 
@@ -17,6 +18,8 @@ struct LayerContext {
   Documents documents;
   int64_t tokens;  // T
   DType dtype;
+  dist::Mesh* mesh = nullptr;   // null: this process alone
+  double expert_imbalance = 0;  // ModelOptions
 
   View allocate(Shape shape) const { return ctx.arena.allocate(dtype, shape); }
   View allocate_exact(Shape shape) const { return ctx.arena.allocate(exact_type(dtype), shape); }

@@ -25,22 +25,21 @@ int64_t layer_of(int64_t s) { return s / 2; }
 
 ops::rms_norm::Dims norm_dims(const LayerContext& lc) { return {lc.tokens, lc.config.width, lc.config.norm_eps}; }
 
-LayerContext layer_context(Context& ctx, const ModelConfig& c, const Weights& w, const Documents& documents,
-                           int64_t tokens) {
-  return {ctx, c, w, documents, tokens, w.value.front().dtype()};
+Shard shard_of(const ModelConfig& c, const dist::Mesh* mesh) {
+  if (mesh == nullptr) return {};
+  const dist::ExpertRanges ranges{c.moe.experts, mesh->expert.size()};
+  return {ranges.begin(mesh->expert.rank()), ranges.count(mesh->expert.rank())};
 }
 
 }  // namespace
 
 Model::Model(ModelConfig config, ModelOptions options)
-    : config_(std::move(config)), options_(std::move(options)), table_(config_) {
+    : config_(std::move(config)), options_(std::move(options)), table_(config_, shard_of(config_, options_.mesh)) {
   options_.recompute.resize(static_cast<size_t>(config_.layers), false);
 }
 
-Model Model::with_mesh(dist::Mesh* mesh) const {
-  ModelOptions options = options_;
-  options.mesh = mesh;
-  return Model(config_, options);
+LayerContext Model::layer_context(Context& ctx, const Weights& w, const Documents& documents, int64_t tokens) const {
+  return {ctx, config_, w, documents, tokens, w.value.front().dtype(), options_.mesh, options_.expert_imbalance};
 }
 
 int64_t Model::moe_layers() const {
@@ -190,7 +189,7 @@ void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals
 void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch, double scale, const View& loss,
                              StepRecord* record) const {
   const int64_t tokens = batch.ids.elements(), last = sublayers();
-  const LayerContext lc = layer_context(ctx, config_, w, batch.documents, tokens);
+  const LayerContext lc = layer_context(ctx, w, batch.documents, tokens);
   const Shape row{tokens, config_.width};
   Arena::Scope step(ctx.arena);
 
@@ -272,7 +271,7 @@ void Model::inference_stream(const LayerContext& lc, const View& ids, StepRecord
 
 void Model::evaluate(Context& ctx, const Weights& w, const Batch& batch, const View& loss, StepRecord* record) const {
   const int64_t tokens = batch.ids.elements();
-  const LayerContext lc = layer_context(ctx, config_, w, batch.documents, tokens);
+  const LayerContext lc = layer_context(ctx, w, batch.documents, tokens);
   Arena::Scope scope(ctx.arena);
   const View x = lc.allocate({tokens, config_.width});
   inference_stream(lc, batch.ids, record, nullptr, x);
@@ -294,7 +293,7 @@ Caches Model::allocate_caches(Arena& arena, int64_t sequences, int64_t capacity,
 
 void Model::hidden(Context& ctx, const Weights& w, const View& ids, const Documents& documents, Caches* caches,
                    const View& out) const {
-  inference_stream(layer_context(ctx, config_, w, documents, ids.elements()), ids, nullptr, caches, out);
+  inference_stream(layer_context(ctx, w, documents, ids.elements()), ids, nullptr, caches, out);
 }
 
 void Model::logits(Context& ctx, const Weights& w, const View& hidden, const View& out) const {

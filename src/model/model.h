@@ -48,6 +48,7 @@ struct ModelOptions {
   std::vector<bool> recompute;     // one a layer: keep only the residual stream, recompute the rest in backward
   int64_t loss_block_rows = 1024;  // rows whose logits exist at a time
   dist::Mesh* mesh = nullptr;      // the processes that train it together; null: this one alone
+  double expert_imbalance = 0;     // rows that memory is planned for, over an even share of all; 0: any number
 };
 
 // Inference state of N sequences. Grows by 4 (r + d_p) bytes a token and MLA layer, by nothing a KDA layer.
@@ -59,9 +60,9 @@ struct Caches {
 class Model {
  public:
   Model(ModelConfig config, ModelOptions options);
-  Model with_mesh(dist::Mesh* mesh) const;  // the same, at another place
 
   const ModelConfig& config() const { return config_; }
+  const ModelOptions& options() const { return options_; }
   const ParameterTable& table() const { return table_; }
   dist::Mesh* mesh() const { return options_.mesh; }
   int64_t moe_layers() const;
@@ -84,6 +85,7 @@ class Model {
   struct SublayerSaved;
   using Residuals = std::vector<View>;  // P before sublayer s; the last entry is P after the last sublayer
 
+  LayerContext layer_context(Context&, const Weights&, const Documents&, int64_t tokens) const;
   int64_t sublayers() const { return 2 * config_.layers; }
   bool starts_block(int64_t s) const;                            // P is closed as a block before sublayer s
   std::vector<View> sources(const Residuals&, int64_t s) const;  // what sublayer s reads: blocks, then P

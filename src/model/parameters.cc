@@ -9,16 +9,17 @@
 
 namespace tessera::model {
 
-std::string Parameter::published_name(int64_t expert) const {
+std::string Parameter::published_name(int64_t i) const {
   if (stack == 0) return name;
   const size_t hole = name.find("{}");
-  return name.substr(0, hole) + std::to_string(expert) + name.substr(hole + 2);
+  return name.substr(0, hole) + std::to_string(first + i) + name.substr(hole + 2);
 }
 
 // Adds the tensors of one layer after the other, in the order of the forward pass.
 class TableBuilder {
  public:
-  TableBuilder(const ModelConfig& config, ParameterTable& table) : c_(config), t_(table) {}
+  TableBuilder(const ModelConfig& config, const Shard& shard, ParameterTable& table)
+      : c_(config), shard_(shard), t_(table) {}
 
   void build() {
     layer_ = -1;
@@ -36,7 +37,7 @@ class TableBuilder {
     Init init = Init::normal;
     Group group = Group::matrix;
     int64_t blocks = 1;
-    int64_t stack = 0;
+    int64_t stack = 0, first = 0;
     const char* component = nullptr;  // null: that of the part being built
     double active_share = 1;
     double std = 0;  // 0: the model's init_std
@@ -52,6 +53,7 @@ class TableBuilder {
     p.group = traits.group;
     p.blocks = traits.blocks;
     p.stack = traits.stack;
+    p.first = traits.first;
     p.layer = layer_;
     p.component = traits.component != nullptr ? traits.component : component_;
     p.active_share = traits.active_share;
@@ -163,13 +165,15 @@ class TableBuilder {
                  {.init = Init::zeros, .group = Group::buffer, .component = "router"});
     component_ = "latent projections";
     if (m.latent > 0) p.down = matrix(prefix + "routed_expert_down_proj.weight", latent, c_.width);
-    const Traits routed{.blocks = m.experts,
-                        .stack = m.experts,
+    const int64_t here = shard_.experts < 0 ? m.experts : shard_.experts;
+    const Traits routed{.blocks = here,
+                        .stack = here,
+                        .first = shard_.first_expert,
                         .component = "routed experts",
                         .active_share = double(m.top_k) / double(m.experts)};
-    p.w1 = add(in_layer(prefix + "experts.{}.w1.weight"), {m.experts, m.hidden, latent}, routed);
-    p.w3 = add(in_layer(prefix + "experts.{}.w3.weight"), {m.experts, m.hidden, latent}, routed);
-    p.w2 = add(in_layer(prefix + "experts.{}.w2.weight"), {m.experts, latent, m.hidden}, routed);
+    p.w1 = add(in_layer(prefix + "experts.{}.w1.weight"), {here, m.hidden, latent}, routed);
+    p.w3 = add(in_layer(prefix + "experts.{}.w3.weight"), {here, m.hidden, latent}, routed);
+    p.w2 = add(in_layer(prefix + "experts.{}.w2.weight"), {here, latent, m.hidden}, routed);
     if (m.latent > 0) {
       if (m.latent_norm) p.norm = vector(prefix + "routed_expert_norm.weight", {latent}, Init::ones);
       p.up = matrix(prefix + "routed_expert_up_proj.weight", c_.width, latent);
@@ -180,12 +184,15 @@ class TableBuilder {
   }
 
   const ModelConfig& c_;
+  const Shard& shard_;
   ParameterTable& t_;
   int64_t layer_ = -1;
   const char* component_ = "";
 };
 
-ParameterTable::ParameterTable(const ModelConfig& config) { TableBuilder(config, *this).build(); }
+ParameterTable::ParameterTable(const ModelConfig& config, const Shard& shard) {
+  TableBuilder(config, shard, *this).build();
+}
 
 int64_t ParameterTable::total() const {
   int64_t n = 0;
@@ -293,8 +300,11 @@ void initialise(const ModelConfig& config, const ParameterTable& table, const We
       using Real = decltype(real);
       Real* value = w[id].as<Real>();
       if (value == nullptr) return;
+      const int64_t before = p.first * w[id].row_elements();  // of a stack, in other processes
       parallel_ranges(p.elements(), 1 << 14, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) value[i] = Real(initial_value(p, random, static_cast<uint64_t>(i)));
+        for (int64_t i = begin; i < end; ++i) {
+          value[i] = Real(initial_value(p, random, static_cast<uint64_t>(before + i)));
+        }
       });
     });
   }

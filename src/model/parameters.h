@@ -32,14 +32,15 @@ struct Parameter {
   double std = 0;  // of Init::normal
   Group group = Group::matrix;
   int64_t blocks = 1;          // matrices stacked along the first index, each orthogonalised alone (heads, experts)
-  int64_t stack = 0;           // E where the tensor stands for E published ones, else 0
+  int64_t stack = 0;           // where the tensor stands for many published ones: how many of them are here, else 0
+  int64_t first = 0;           // and the number of the first of them
   int64_t layer = -1;          // 0-based; -1: outside the layers
   const char* component = "";  // row of `plan model`
   bool exact = false;          // kept in float32 beside bf16 activations: vectors, buffers and the router
   double active_share = 1;     // share a token uses: k / E for routed experts, 0 for the embedding (a look-up)
 
   int64_t elements() const { return shape.elements(); }
-  std::string published_name(int64_t expert) const;  // `expert` is ignored unless stacked
+  std::string published_name(int64_t i) const;  // of the i-th of the stack; i is ignored where there is none
 };
 
 struct KdaParams {
@@ -73,9 +74,14 @@ struct LayerParams {
   MoeParams moe;
 };
 
+// What one process of several holds of a model.
+struct Shard {
+  int64_t first_expert = 0, experts = -1;  // -1: all
+};
+
 class ParameterTable {
  public:
-  explicit ParameterTable(const ModelConfig& config);
+  explicit ParameterTable(const ModelConfig& config, const Shard& shard = {});
 
   const std::vector<Parameter>& all() const { return parameters_; }
   const Parameter& operator[](ParamId id) const { return parameters_[static_cast<size_t>(id)]; }

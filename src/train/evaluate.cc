@@ -147,7 +147,9 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
 int64_t evaluation_bytes(const model::Model& evaluated, std::span<const int64_t> offsets, Product product,
                          Device device) {
   const dist::DryMesh mesh(evaluated.mesh());
-  const model::Model model = evaluated.with_mesh(mesh.get());
+  model::ModelOptions options = evaluated.options();
+  options.mesh = mesh.get();
+  const model::Model model(evaluated.config(), options);
   Arena dry = Arena::dry();
   Context ctx{Device::dry, dry, nullptr, product, device};
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);

@@ -51,9 +51,10 @@ std::vector<double> Guard::gradient_squares(Context& ctx, const model::Weights& 
   for (const Layer& layer : layers_) {
     const model::MoeParams& p = model_->table().layer(layer.layer).moe;
     for (model::ParamId id : {p.w1, p.w3, p.w2}) {
-      const View sums = ctx.arena.allocate(DType::f64, {experts});
+      const model::Parameter& stack = model_->table()[id];
+      const View sums = ctx.arena.allocate(DType::f64, {stack.stack});
       ops::elementwise::square_sums(ctx, weights.d(id), sums);
-      copy(sums, all.at(row++));
+      copy(sums, all.at(row++).row_range(stack.first, stack.stack));
     }
   }
   if (model_->mesh() != nullptr) model_->mesh()->replica.all_reduce(all);

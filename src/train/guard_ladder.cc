@@ -19,17 +19,35 @@ constexpr double kFinerWidth = 0.1, kLeastWidth = 1e-9;
 constexpr int64_t kSettling = 2;
 constexpr double kWeightNoise = 0.02, kRouterNoise = 0.05;
 
-// to = from + N(0, (share rms(from))^2)
-void copy_with_noise(const View& from, const View& to, double share, const Philox& random, uint64_t first_draw) {
-  const HostCopy donor(from), made(to);
-  const std::span<const float> values(donor.as<float>(), static_cast<size_t>(from.elements()));
+// to = values + N(0, (share rms(values))^2)
+void copy_with_noise(std::span<const float> values, const View& to, double share, const Philox& random,
+                     uint64_t first_draw) {
+  const HostCopy made(to);
   const double squares = std::accumulate(values.begin(), values.end(), 0.0,
                                          [](double sum, float x) { return sum + double(x) * double(x); });
-  const double rms = std::sqrt(squares / double(std::max<int64_t>(from.elements(), 1)));
-  for (int64_t i = 0; i < from.elements(); ++i) {
+  const double rms = std::sqrt(squares / double(std::max<int64_t>(to.elements(), 1)));
+  for (int64_t i = 0; i < to.elements(); ++i) {
     made.as<float>()[i] = values[static_cast<size_t>(i)] + float(share * rms * random.normal(first_draw + uint64_t(i)));
   }
   made.put_back();
+}
+
+std::vector<float> values_of(const View& view) {
+  const HostCopy values(view);
+  return {values.as<float>(), values.as<float>() + view.elements()};
+}
+
+bool is_here(const model::Parameter& p, int64_t expert) { return expert >= p.first && expert < p.first + p.stack; }
+
+// An expert's part of a stack, from the process that has it.
+std::vector<float> values_of_expert(const View& stack, const model::Parameter& p, int64_t expert, dist::Mesh* mesh) {
+  std::vector<float> values(static_cast<size_t>(stack.row_elements()));
+  if (is_here(p, expert)) values = values_of(stack.at(expert - p.first));
+  if (mesh == nullptr || mesh->expert.alone()) return values;
+  const auto has_it = mesh->expert.all_gather(int64_t{is_here(p, expert)});
+  const auto owner = std::ranges::find(has_it, 1) - has_it.begin();
+  mesh->expert.broadcast(View(values.data(), DType::f32, {std::ssize(values)}), static_cast<int>(owner));
+  return values;
 }
 
 std::string describe(const model::RouterOptions& router, int64_t rung) {
@@ -113,12 +131,17 @@ void Guard::revive(Layer& layer, int64_t expert, int64_t donor, int64_t step, co
   uint64_t draw = 0;
   for (model::ParamId id : {p.w1, p.w3, p.w2}) {
     const View& master = weights.master[static_cast<size_t>(id)];
-    copy_with_noise(master.at(donor), master.at(expert), kWeightNoise, random, draw);
-    model::refresh_copy(weights, id, expert);
-    draw += static_cast<uint64_t>(weights[id].row_elements());
-    optimizer.reset_block(model_->table()[id].name, expert);
+    const model::Parameter& stack = model_->table()[id];
+    const std::vector<float> values = values_of_expert(master, stack, donor, model_->mesh());
+    if (is_here(stack, expert)) {
+      const int64_t here = expert - stack.first;
+      copy_with_noise(values, master.at(here), kWeightNoise, random, draw);
+      model::refresh_copy(weights, id, here);
+      optimizer.reset_block(stack.name, here);
+    }
+    draw += values.size();
   }
-  copy_with_noise(weights[p.router].at(donor), weights[p.router].at(expert), kRouterNoise, random, draw);
+  copy_with_noise(values_of(weights[p.router].at(donor)), weights[p.router].at(expert), kRouterNoise, random, draw);
   optimizer.reset_block(model_->table()[p.router].name, expert);
   const HostCopy biases(weights[p.bias]);
   float* bias = biases.as<float>();

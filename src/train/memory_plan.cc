@@ -35,7 +35,9 @@ static int64_t step_peak(const model::Model& trained, const RunConfig& config, c
   Arena arena = Arena::dry();
   Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
   const dist::DryMesh mesh(trained.mesh());
-  const model::Model model = trained.with_mesh(mesh.get());
+  model::ModelOptions options = trained.options();
+  options.mesh = mesh.get();
+  const model::Model model(trained.config(), options);
   Stepper stepper(ctx, model, config);
   stepper.set_routers(routers);
   *static_bytes = stepper.static_bytes();
@@ -47,10 +49,14 @@ static int64_t step_peak(const model::Model& trained, const RunConfig& config, c
   return arena.peak();
 }
 
-MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const Routers& routers,
+MemoryPlan plan_memory(const model::Model& trained, const RunConfig& config, const Routers& routers,
                        const LargestBatches& training, const LargestBatches& evaluation) {
   MemoryPlan plan;
-  const auto peak = [&](const Routers& with, const LargestBatches& steps, const LargestBatches& evaluations) {
+  const auto peak = [&](double imbalance, const Routers& with, const LargestBatches& steps,
+                        const LargestBatches& evaluations) {
+    model::ModelOptions options = trained.options();
+    options.expert_imbalance = imbalance;
+    const model::Model model(trained.config(), options);
     const int64_t step = step_peak(model, config, with, steps, &plan.static_bytes);
     int64_t largest = 0;
     for (int64_t i = 0; i < evaluations.count(); ++i) {
@@ -58,17 +64,17 @@ MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const
     }
     return std::max(step, plan.static_bytes + largest);
   };
-  plan.planned_peak = peak(routers, training, evaluation);
+  plan.planned_peak = peak(config.mem.imbalance, routers, training, evaluation);
   // From the run's own options: rungs that were climbed before are among them.
   const Routers climbed =
       config.guard.on ? Routers(routers.size(), with_every_rung({.balance = config.balance})) : routers;
   if (config.device == Device::cuda) {
-    plan.capacity = peak(climbed, training, evaluation);
+    plan.capacity = peak(config.mem.imbalance, climbed, training, evaluation);
     return plan;
   }
   LargestBatches worst;  // costs address space, not memory
   worst.add(worst_packing(config.train.micro_tokens));
-  plan.capacity = peak(climbed, worst, worst);
+  plan.capacity = peak(0, climbed, worst, worst);
   return plan;
 }
 

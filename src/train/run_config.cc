@@ -91,6 +91,10 @@ void RunConfig::bind(config::Options& o) {
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
         at_least(0));
   o.add("eval.tokens", &eval.tokens, "held-out tokens of an evaluation", at_least(1));
+  o.add("mem.imbalance", &mem.imbalance,
+        "with parallel.expert: rows that one process's experts may be sent, over their even share; what memory is "
+        "planned for, and on a GPU a limit",
+        at_least(1));
   o.add("checkpoint.every", &checkpoint.every, "steps between checkpoints; 0: only at the end and on a signal",
         at_least(0));
   o.add("checkpoint.keep_last", &checkpoint.keep_last, "checkpoints kept", at_least(1));
@@ -117,6 +121,13 @@ void RunConfig::check(const std::string& where) const {
         "processes cannot share evenly; set train.micro_tokens = {}, or another parallel.data",
         where, micro_batches_per_step(), train.tokens_per_step, train.micro_tokens, parallel.data,
         std::max<int64_t>(1, train.tokens_per_step / parallel.data / data.context) * data.context);
+  }
+  if (parallel.expert > 1) {
+    const int64_t experts = model::load_model_config(model_file).moe.experts;
+    if (parallel.expert > experts) {
+      fail_user("{}: parallel.expert = {} processes for the {} experts of {}; set parallel.expert = {} or less", where,
+                parallel.expert, experts, model_file, std::max<int64_t>(experts, 1));
+    }
   }
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);

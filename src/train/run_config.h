@@ -66,6 +66,10 @@ struct RunConfig {
     int64_t tokens = 65536;  // of held-out text
   } eval;
 
+  struct Mem {
+    double imbalance = 2;  // rows that one process's experts may be sent, over their even share
+  } mem;
+
   struct Checkpoint {
     int64_t every = 100;  // steps; 0: only at the end and on a signal
     int64_t keep_last = 3;

@@ -88,7 +88,7 @@ model::Batch Stepper::place(Context& ctx, const int32_t* ids, const int32_t* tar
 
 double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens) {
   const int64_t tokens = batch.ids.elements();
-  if (tokens == 0) return 0;
+  if (tokens == 0 && model_.mesh() == nullptr) return 0;  // others may wait for this process
   const View loss = losses_.row_range(0, tokens);
   model_.forward_backward(ctx, weights_, batch, loss_tokens > 0 ? 1.0 / double(loss_tokens) : 0.0, loss, &record_);
   if (ctx.dry()) return 0;
@@ -203,15 +203,18 @@ static void spell_out(const std::string& name, const Shape& whole, int64_t first
 std::vector<Piece> Stepper::state() const {
   const dist::Mesh* mesh = model_.mesh();
   const bool first = mesh == nullptr || mesh->replica.rank() == 0;
+  const bool first_with_experts = mesh == nullptr || mesh->expert_replica.rank() == 0;
   std::vector<Piece> pieces;
-  std::map<std::string_view, Shape> shapes;
+  std::map<std::string_view, const model::Parameter*> parameters;
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
     const model::Parameter& p = model_.table()[id];
-    shapes[p.name] = p.shape;
-    spell_out(p.name, p.shape, 0, weights_.master[static_cast<size_t>(id)], first, pieces);
+    parameters[p.name] = &p;
+    spell_out(p.name, p.shape, p.first, weights_.master[static_cast<size_t>(id)],
+              p.stack > 0 ? first_with_experts : first, pieces);
   }
   for (const auto& [name, parameter, view, first_row] : optimizer_.state()) {
-    spell_out(name, shapes.at(parameter), first_row, view, true, pieces);
+    const model::Parameter& p = *parameters.at(parameter);
+    spell_out(name, p.shape, p.first + first_row, view, true, pieces);
   }
   for (const auto& [name, view] : pending_counts()) {
     if (first || !name.ends_with(".histogram")) pieces.push_back({name, view.shape(), 0, view, first});

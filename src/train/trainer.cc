@@ -64,7 +64,10 @@ struct Trainer::Storage {
 
 static model::Model model_of(const RunConfig& config, dist::Mesh* mesh) {
   const model::ModelConfig c = model::load_model_config(config.model_file);
-  return model::Model(c, config.model_options(c)).with_mesh(mesh);
+  model::ModelOptions options = config.model_options(c);
+  options.mesh = mesh;
+  options.expert_imbalance = config.device == Device::cuda ? config.mem.imbalance : 0;
+  return model::Model(c, options);
 }
 
 Trainer::Trainer(RunConfig config, dist::Mesh* mesh)
