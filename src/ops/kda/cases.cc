@@ -1,6 +1,7 @@
 #include "ops/kda/cases.h"
 
 #include "ops/kda/cuda_cases.h"
+#include "ops/kda/map_cases.h"
 #include "ops/kda/problem.h"
 
 namespace tessera::ops::kda {
@@ -37,6 +38,8 @@ std::vector<check::Case> small_cases() {
     if (p.z_shift > 0) c.step = 1e-4;
     cases.push_back(c);
   }
+  for (const check::Case& c : map_cases(problems)) cases.push_back(c);
+  for (const int64_t width : {8, 20}) cases.push_back(fold_case(3, width));
   return cases;
 }
 

@@ -116,6 +116,21 @@ void load_state(const Dims&, const Real* v_first, Matrix<Real> k_first);  // nul
 template <class Real>
 void store_state(const Dims&, Matrix<Real> k_first, Real* v_first);
 
+// One value head's state of document n, V-first, in states of all documents or of one (op.h); null: there is none.
+template <class Real>
+Real* state_of(const View& states, int64_t place, int64_t value_head) {
+  if (!states.present() || place < 0 || place >= states.dim(0)) return nullptr;
+  return states.as<Real>() + (place * states.dim(1) + value_head) * states.dim(2) * states.dim(3);
+}
+template <class Real>
+Real* initial_state_of(const View& states, int64_t n, int64_t value_head) {
+  return state_of<Real>(states, n, value_head);
+}
+template <class Real>
+Real* final_state_of(const View& states, const Documents& documents, int64_t n, int64_t value_head) {
+  return state_of<Real>(states, states.rows() - (documents.count() - n), value_head);
+}
+
 // The thread's slot in a per-thread workspace of thread_count() slots.
 inline int64_t thread_slot() { return omp_get_thread_num(); }
 

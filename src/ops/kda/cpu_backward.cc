@@ -243,18 +243,21 @@ struct Unit {
 
   // Returns the number of chunks.
   int64_t document(const Inputs& in, const View& d_final, const View& d_initial, int64_t n, int64_t first_chunk) {
-    load_state(d, d_final.present() ? d_final.as<Real>() + state_at(n) : nullptr, b.d_state);
+    const Real* d_last = final_state_of<Real>(d_final, in.documents, n, value_head);
+    Real* d_first = initial_state_of<Real>(d_initial, n, value_head);
+    const bool from_zero = initial_state_of<Real>(in.initial_state, n, value_head) == nullptr;
+    load_state(d, d_last, b.d_state);
     const int64_t begin = in.documents.begin(n), length = in.documents.length(n);
     const int64_t chunks = (length + d.chunk - 1) / d.chunk;
     for (int64_t i = chunks - 1; i >= 0; --i) {
       chunk({.token = begin + i * d.chunk,
              .n = std::min(d.chunk, length - i * d.chunk),
              .index = first_chunk + i,
-             .state_is_zero = i == 0 && !in.initial_state.present(),
-             .d_state_is_zero = i == chunks - 1 && !d_final.present(),
-             .d_initial_wanted = d_initial.present()});
+             .state_is_zero = i == 0 && from_zero,
+             .d_state_is_zero = i == chunks - 1 && d_last == nullptr,
+             .d_initial_wanted = d_first != nullptr});
     }
-    if (d_initial.present()) store_state(d, b.d_state, d_initial.as<Real>() + state_at(n));
+    if (d_first != nullptr) store_state(d, b.d_state, d_first);
     return chunks;
   }
 };

@@ -74,14 +74,15 @@ struct Unit {
 
   // Returns the number of chunks.
   int64_t document(const Inputs& in, int64_t n, int64_t first_chunk) {
-    const bool given = in.initial_state.present();
-    load_state(d, given ? in.initial_state.as<Real>() + state_at(n) : nullptr, b.state);
+    const Real* initial = initial_state_of<Real>(in.initial_state, n, value_head);
+    load_state(d, initial, b.state);
     const int64_t begin = in.documents.begin(n), end = in.documents.end(n);
     int64_t index = first_chunk;
     for (int64_t token = begin; token < end; token += d.chunk, ++index) {
-      chunk(token, std::min(d.chunk, end - token), index, token == begin && !given);
+      chunk(token, std::min(d.chunk, end - token), index, token == begin && initial == nullptr);
     }
-    if (out.final_state.present()) store_state(d, b.state, out.final_state.as<Real>() + state_at(n));
+    Real* last = final_state_of<Real>(out.final_state, in.documents, n, value_head);
+    if (last != nullptr) store_state(d, b.state, last);
     return index - first_chunk;
   }
 };

@@ -3,6 +3,7 @@
 //   prepare   (chunks x H)                  gates, decayed operands, P and M of every chunk: no chunk waits for another
 //   scan      (pieces x H x value columns)  the state through the chunks of a piece; O, or what the backward needs
 //   step      (N x H)                       decode
+//   maps      (pieces x H x value columns)  what a document does to any state, from scans without outputs
 //
 // Chunks are 64 tokens whatever Dims::chunk says. Heads are square, K = V = 32, 64 or 128, and HV = H. Activations are
 // bf16; operands that pass from `prepare` to the others are FP16: they are at most about 1, and rounding them to 10
@@ -75,6 +76,18 @@ struct ScanOutputs {
 void scan(GpuStream, const Dims&, const Inputs&, const Plan&, const Workspace&, const ScanOutputs&);
 
 void forward(GpuStream, const Dims&, const Inputs&, const Outputs&, const Plan&, const Workspace&);
+
+// Maps of states (op.h). Documents are the one whose map it is, its tokens counted as in the pack.
+void state_map(GpuStream, const Dims&, const Inputs&, const Plan&, const Workspace&, const StateMap&);
+void state_gradient_map(GpuStream, const Dims&, const Inputs&, const View& d_o, const Plan&, const Workspace&,
+                        const View& offset);
+// Their scans, of every piece by itself: (pieces, H, D, D) f32, absent: not wanted. After `prepare`.
+void scan_maps(GpuStream, const Dims&, const Inputs&, const Plan&, const Workspace&, const View& ends,
+               const View& transitions);
+void reverse_scan_maps(GpuStream, const Dims&, const View& d_o, const Plan&, const Workspace&, const View& ends);
+void check_fold(const View& state);  // the widths that it has kernels for
+void fold(GpuStream, const StateMap&, Pass, const View& state);
+
 void step(GpuStream, const Dims&, const Inputs&, const View& state, const View& o);
 
 }  // namespace tessera::ops::kda::cuda

@@ -20,8 +20,8 @@ int64_t backward_workspace_bytes(const Dims&, const Plan&);
 BackwardWorkspace allocate_backward_workspace(Arena&, const Dims&, const Plan&);
 
 // Writes d_states, y, dV and the gradient of the initial states.
-void reverse_scan(GpuStream, const Dims&, const OutputGrads&, const Grads&, const Plan&, const Workspace&,
-                  const BackwardWorkspace&);
+void reverse_scan(GpuStream, const Dims&, const Documents&, const OutputGrads&, const Grads&, const Plan&,
+                  const Workspace&, const BackwardWorkspace&);
 // Writes dq, dk, dz, dbeta_logit and the partial sums.
 void chunk_gradients(GpuStream, const Dims&, const Inputs&, const OutputGrads&, const Grads&, const Plan&,
                      const Workspace&, const BackwardWorkspace&);

@@ -3,7 +3,9 @@
 #include <functional>
 
 #include "ops/kda/cuda.h"
+#include "ops/kda/map_cases.h"
 #include "ops/kda/problem.h"
+#include "ops/kda/shards.h"
 
 namespace tessera::ops::kda {
 namespace {
@@ -171,6 +173,30 @@ Problem long_memory(int64_t tokens, int64_t heads, int64_t dim, Gate gate) {
   });
 }
 
+// Ranks on one GPU: documents over two and three of them, of one piece and of several; maps by themselves; folds.
+std::vector<check::Case> cuda_shard_cases() {
+  std::vector<Problem> maps;
+  std::vector<check::Case> cases;
+  for (const Gate gate : {Gate::bounded, Gate::unbounded}) {
+    for (const int64_t dim : {32, 64, 128}) {
+      maps.push_back(changed(make_problem({0, 5, 130, 1}, 2, dim, dim, 64, gate), [](Problem& q) { q.z_shift = -5; }));
+      const Problem p = changed(make_problem({2, 90, 3, 0, 240, 60, 0, 1}, 2, dim, dim, 64, gate),
+                                [](Problem& q) { q.z_shift = -5; });
+      cases.push_back(make_sharded_case(p, {0, 94, 110, 300, p.dims.tokens}));
+      cases.push_back(
+          make_sharded_case(changed(p, [](Problem& q) { q.initial_state = false; }), {0, 128, 200, p.dims.tokens}));
+    }
+  }
+  const int64_t piece = cuda::kSegment * cuda::kChunk;
+  maps.push_back(long_memory(4 * piece + 200, 2, 32, Gate::bounded));
+  maps.push_back(long_memory(2 * piece + 130, 1, 128, Gate::unbounded));
+  const Problem p = long_memory(5 * piece + 300, 2, 64, Gate::bounded);
+  cases.push_back(make_sharded_case(p, {0, 100, 3 * piece, p.dims.tokens}));
+  for (const check::Case& c : map_cases(maps)) cases.push_back(c);
+  for (const int64_t dim : {32, 64, 128}) cases.push_back(fold_case(3, dim));
+  return cases;
+}
+
 }  // namespace
 
 std::vector<check::Case> cuda_cases() {
@@ -213,6 +239,7 @@ std::vector<check::Case> cuda_cases() {
   add(long_memory(2 * piece + 130, 1, 128, Gate::unbounded));
   cases.push_back(
       prefix_case(long_memory(4 * piece + 200, 2, 32, Gate::bounded), {piece + 3, 2 * piece, 3 * piece + 70}));
+  for (const check::Case& c : cuda_shard_cases()) cases.push_back(c);
   return cases;
 }
 

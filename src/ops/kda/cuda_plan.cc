@@ -51,6 +51,13 @@ int64_t workspace_bytes(const Dims& d, const Plan& p) {
   return bytes;
 }
 
+void check_fold(const View& state) {
+  const int64_t k = state.dim(2);
+  TESSERA_CHECK(state.dtype() == DType::f32 && state.dim(1) == k && (k == 32 || k == 64 || k == 128),
+                "kda fold on the GPU of states {} of {}, wanted (HV, K, K) of f32 with K = 32, 64 or 128",
+                state.shape().to_string(), name_of(state.dtype()));
+}
+
 Workspace allocate_workspace(Arena& arena, const Dims& d, const Plan& p) {
   Workspace w;
   for_each_view(d, p, w, [&](View& view, DType dtype, const Shape& shape) { view = arena.allocate(dtype, shape); });

@@ -36,6 +36,12 @@ void check_back_end(const Dims& d, const Documents& documents, DType dtype, cons
 
 Shape state_shape(const Dims& d, int64_t n) { return {n, d.value_heads, d.value_dim, d.key_dim}; }
 
+// Of every document, or of one.
+void check_states(const Dims& d, const View& states, int64_t documents, DType exact, const char* what) {
+  const bool one = documents > 1 && states.rows() == 1;
+  check_view(states, exact, state_shape(d, one ? 1 : documents), what);
+}
+
 void check_inputs(const Context& ctx, const Dims& d, const Inputs& in, DType dtype) {
   const DType exact = exact_type(dtype);
   check_dims(d);
@@ -50,7 +56,7 @@ void check_inputs(const Context& ctx, const Dims& d, const Inputs& in, DType dty
   if (in.a_log.present()) check_view(in.a_log, exact, {d.value_heads}, "kda a_log");
   check_view(in.dt_bias, exact, {d.value_heads, d.key_dim}, "kda dt_bias");
   if (in.initial_state.present()) {
-    check_view(in.initial_state, exact, state_shape(d, in.documents.count()), "kda initial_state");
+    check_states(d, in.initial_state, in.documents.count(), exact, "kda initial_state");
   }
 }
 
@@ -64,7 +70,7 @@ void check_grads(const Dims& d, const Inputs& in, const OutputGrads& dout, const
   const DType exact = exact_type(dtype);
   check_view(dout.o, dtype, in.v.shape(), "kda do");
   if (dout.final_state.present()) {
-    check_view(dout.final_state, exact, state_shape(d, in.documents.count()), "kda dfinal_state");
+    check_states(d, dout.final_state, in.documents.count(), exact, "kda dfinal_state");
   }
   check_view(grads.q, dtype, in.q.shape(), "kda dq");
   check_view(grads.k, dtype, in.k.shape(), "kda dk");
@@ -75,7 +81,7 @@ void check_grads(const Dims& d, const Inputs& in, const OutputGrads& dout, const
   if (grads.a_log.present()) check_view(grads.a_log, exact, in.a_log.shape(), "kda da_log");
   check_view(grads.dt_bias, exact, in.dt_bias.shape(), "kda ddt_bias");
   if (grads.initial_state.present()) {
-    check_view(grads.initial_state, exact, state_shape(d, in.documents.count()), "kda dinitial_state");
+    check_states(d, grads.initial_state, in.documents.count(), exact, "kda dinitial_state");
   }
 }
 
@@ -95,6 +101,53 @@ View allocate_parts(Context& ctx, const Dims& d) {
 double product_flops(const Dims& d, double n, Pass pass) {
   const double k = double(d.key_dim), v = double(d.value_dim);
   return pass == Pass::forward ? 6 * k * v + n * (2 * k + v) + n * n : 12 * k * v + 4 * n * (k + v);
+}
+
+// What a document adds to a state, and the transition, without outputs (a chunk's A and P are made again in a
+// backward):
+//   forward   Kt S0 and Kh^T R: 4 K a token and column, M X: C; V columns, with the transition V + K. A: C K.
+//   backward  Kh dS1, Qt^T dO, Kt^T Y: 6 K V a token.  P^T dO, M^T dR: 2 C V.
+double map_flops(const Dims& d, double n, bool transition, Pass pass) {
+  const double k = double(d.key_dim), v = double(d.value_dim), columns = v + (transition ? k : 0);
+  return pass == Pass::forward ? (4 * k + n) * columns + n * k : (6 * k + 2 * n) * v;
+}
+
+// The offsets of one document: what plans, lists of chunks and costs need of a pack. Tokens are counted as in the pack.
+Documents only(const Documents& documents, int64_t document) {
+  return {documents.offsets.subspan(static_cast<size_t>(document), 2),
+          documents.gpu_offsets == nullptr ? nullptr : documents.gpu_offsets + document};
+}
+
+void check_document(const Documents& documents, int64_t document) {
+  TESSERA_CHECK(document >= 0 && document < documents.count(), "kda map of document {} of {}", document,
+                documents.count());
+}
+
+void check_fold(const StateMap& map, const View& state) {
+  const DType dtype = state.dtype();
+  TESSERA_CHECK(state.rank() == 3, "kda fold of a state {}, wanted (HV, V, K)", state.shape().to_string());
+  check_view(map.offset, dtype, state.shape(), "kda map offset");
+  if (map.transition.present()) {
+    check_view(map.transition, dtype, {state.dim(0), state.dim(2), state.dim(2)}, "kda map transition");
+  }
+}
+
+void fold(Context& ctx, const StateMap& map, Pass pass, const View& state) {
+  check_fold(map, state);
+  if (!map.transition.present()) return copy(map.offset, state);
+  const int64_t width = state.dim(2), row = thread_count() * width * bytes_of(state.dtype());
+  const bool cuda = ctx.back_end() == Device::cuda;
+  OpScope op(ctx, "kda_fold", pass,
+             {.gemm_flops = 2 * state.elements() * width,
+              .bytes_moved = 3 * state.bytes() + map.transition.bytes(),
+              .workspace_bytes = cuda ? 0 : Arena::aligned(row)});
+  if (cuda) {
+    cuda::check_fold(state);
+    if (!ctx.dry()) cuda::fold(ctx.stream(), map, pass, state);
+    return;
+  }
+  const View rows = ctx.arena.allocate(state.dtype(), {thread_count(), width});
+  if (!ctx.dry()) cpu::fold(map, pass, state, rows);
 }
 
 Costs step_costs(const Dims& d, DType dtype, Device back_end) {
@@ -150,7 +203,7 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, 
   check_inputs(ctx, d, in, dtype);
   check_view(out.o, dtype, in.v.shape(), "kda o");
   if (out.final_state.present()) {
-    check_view(out.final_state, exact_type(dtype), state_shape(d, in.documents.count()), "kda final_state");
+    check_states(d, out.final_state, in.documents.count(), exact_type(dtype), "kda final_state");
   }
   if (saved != nullptr) check_saved(ctx, d, *saved, chunk_count(in.documents, d.chunk), dtype);
   OpScope op(ctx, "kda", Pass::forward, costs(d, in.documents, dtype, Pass::forward, ctx.back_end()));
@@ -186,6 +239,75 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const Saved& saved,
   if (ctx.dry()) return;
   cpu::backward(d, in, saved, dout, grads, scratch, partials, parts);
 }
+
+Costs map_costs(const Dims& d, const Documents& documents, int64_t document, bool transition, DType dtype, Pass pass,
+                Device back_end) {
+  check_document(documents, document);
+  const Documents one = only(documents, document);
+  const bool cuda = back_end == Device::cuda, forward = pass == Pass::forward;
+  const int64_t tokens = documents.length(document), rows = tokens * d.value_heads;
+  const int64_t chunks = chunk_count(one, cuda ? cuda::kChunk : d.chunk);
+  const double mean = chunks == 0 ? 0.0 : double(tokens) / double(chunks);
+  const int64_t inputs = tokens * d.heads * d.key_dim * (forward ? 1 : 2) + rows * (d.value_dim + d.key_dim + 1);
+  Costs c{.gemm_flops = static_cast<int64_t>(double(rows) * map_flops(d, mean, transition, pass)),
+          .vector_flops = rows * (90 * d.key_dim + 5 * d.value_dim),
+          .bytes_moved = inputs * bytes_of(dtype) + d.value_heads * d.key_dim *
+                                                        (d.value_dim + (transition ? d.key_dim : 0)) *
+                                                        bytes_of(exact_type(dtype))};
+  if (cuda) {
+    c.workspace_bytes = cuda::workspace_bytes(d, cuda::plan(d, one));
+  } else {
+    c.workspace_bytes = Arena::aligned(thread_count() * cpu::map_scratch(d, pass, transition, dtype) * bytes_of(dtype));
+  }
+  return c;
+}
+
+void state_map(Context& ctx, const Dims& d, const Inputs& in, int64_t document, const StateMap& map) {
+  const DType dtype = in.q.dtype(), exact = exact_type(dtype);
+  const bool transition = map.transition.present();
+  check_inputs(ctx, d, in, dtype);
+  check_document(in.documents, document);
+  check_view(map.offset, exact, {d.value_heads, d.value_dim, d.key_dim}, "kda map offset");
+  if (transition) check_view(map.transition, exact, {d.value_heads, d.key_dim, d.key_dim}, "kda map transition");
+  OpScope op(ctx, "kda_map", Pass::forward,
+             map_costs(d, in.documents, document, transition, dtype, Pass::forward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    Inputs one = in;
+    one.documents = only(in.documents, document);
+    const cuda::Plan plan = cuda::plan(d, one.documents);
+    const cuda::Workspace workspace = cuda::allocate_workspace(ctx.arena, d, plan);
+    if (!ctx.dry()) cuda::state_map(ctx.stream(), d, one, plan, workspace, map);
+    return;
+  }
+  const View scratch =
+      ctx.arena.allocate(dtype, {thread_count(), cpu::map_scratch(d, Pass::forward, transition, dtype)});
+  if (!ctx.dry()) cpu::state_map(d, in, document, map, scratch);
+}
+
+void state_gradient_map(Context& ctx, const Dims& d, const Inputs& in, const Saved& saved, const View& d_o,
+                        int64_t document, const View& offset) {
+  const DType dtype = in.q.dtype();
+  check_inputs(ctx, d, in, dtype);
+  check_saved(ctx, d, saved, chunk_count(in.documents, d.chunk), dtype);
+  check_document(in.documents, document);
+  check_view(d_o, dtype, in.v.shape(), "kda do");
+  check_view(offset, exact_type(dtype), {d.value_heads, d.value_dim, d.key_dim}, "kda map offset");
+  OpScope op(ctx, "kda_map", Pass::backward,
+             map_costs(d, in.documents, document, false, dtype, Pass::backward, ctx.back_end()));
+  if (ctx.back_end() == Device::cuda) {
+    Inputs one = in;
+    one.documents = only(in.documents, document);
+    const cuda::Plan plan = cuda::plan(d, one.documents);
+    const cuda::Workspace workspace = cuda::allocate_workspace(ctx.arena, d, plan);
+    if (!ctx.dry()) cuda::state_gradient_map(ctx.stream(), d, one, d_o, plan, workspace, offset);
+    return;
+  }
+  const View scratch = ctx.arena.allocate(dtype, {thread_count(), cpu::map_scratch(d, Pass::backward, false, dtype)});
+  if (!ctx.dry()) cpu::state_gradient_map(d, in, saved, d_o, document, offset, scratch);
+}
+
+void fold(Context& ctx, const StateMap& map, const View& state) { fold(ctx, map, Pass::forward, state); }
+void fold_gradient(Context& ctx, const StateMap& map, const View& d_state) { fold(ctx, map, Pass::backward, d_state); }
 
 void step(Context& ctx, const Dims& d, const Inputs& in, const View& state, const View& o) {
   const DType dtype = in.q.dtype();

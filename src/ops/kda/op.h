@@ -26,7 +26,9 @@ struct Dims {
   bool negative_eigenvalues = false;  // beta = 2 sigmoid(.)
   double scale = 0;                   // 0: K^(-1/2)
 };
-// States, a_log, dt_bias and their gradients are exact_type.
+// States, a_log, dt_bias and their gradients are exact_type. Where states are of all documents, (N, HV, V, K) V-first,
+// one may be given instead, (1, HV, V, K): the initial one of the first document, the final one of the last, as where a
+// pack is cut over ranks; the others are then zeros, or not wanted.
 struct Inputs {
   View q, k;           // (T, H, K), L2-normalised rows
   View v;              // (T, HV, V)
@@ -34,12 +36,12 @@ struct Inputs {
   View beta_logit;     // (T, HV)
   View a_log;          // (HV); may be absent with the bounded gate: exp(A_log) = 1
   View dt_bias;        // (HV, K)
-  View initial_state;  // (N, HV, V, K), V-first; absent: zeros
+  View initial_state;  // (N or 1, HV, V, K); absent: zeros
   Documents documents;
 };
 struct Outputs {
   View o;            // (T, HV, V)
-  View final_state;  // (N, HV, V, K), V-first; absent: not wanted; may be initial_state's memory in inference
+  View final_state;  // (N or 1, HV, V, K); absent: not wanted; may be initial_state's memory in inference, both N
 };
 struct Saved {   // what backward needs beside the inputs; both absent on CUDA, which makes them again
   View inverse;  // (M, HV, C, C): M = (I + A)^{-1} of every chunk; M chunks in all
@@ -47,12 +49,12 @@ struct Saved {   // what backward needs beside the inputs; both absent on CUDA, 
 };
 struct OutputGrads {
   View o;            // (T, HV, V)
-  View final_state;  // (N, HV, V, K); absent: zeros
+  View final_state;  // (N or 1, HV, V, K); absent: zeros
 };
 struct Grads {
   View q, k, v, z, beta_logit;  // shapes of the inputs; overwritten
   View a_log, dt_bias;          // added to; a_log absent where the input is
-  View initial_state;           // (N, HV, V, K); overwritten; absent: not wanted
+  View initial_state;           // (N or 1, HV, V, K); overwritten; absent: not wanted
 };
 
 int64_t chunk_count(const Documents&, int64_t chunk);  // sum over documents of ceil(length / C)
@@ -62,6 +64,27 @@ Saved allocate_saved(Context&, const Dims&, const Documents&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference
 void backward(Context&, const Dims&, const Inputs&, const Saved&, const OutputGrads&, const Grads&);
+
+// A document that is cut over several ranks, its parts in order (attention.md 8.2). What a part does to the state is
+// one affine map, whatever the state: on V-first states, S the one before the part and S1 the one after it,
+//
+//   S1 = S T + X        dS = dS1 T^T + dX        X, dX: the results of S = 0 and of dS1 = 0
+//
+// so ranks exchange maps, and each folds those of the parts before its own (dS: after) into the state it begins from.
+struct StateMap {
+  View transition;  // (HV, K, K), row r, column c: what channel c after the part has of channel r before it
+  View offset;      // (HV, V, K): X or dX
+};
+// Of one document; the initial state is not looked at. `transition` absent: not wanted, as for a document's first part.
+void state_map(Context&, const Dims&, const Inputs&, int64_t document, const StateMap&);
+// dX of one document, whose part of d_o alone is read; T is that of state_map.
+void state_gradient_map(Context&, const Dims&, const Inputs&, const Saved&, const View& d_o, int64_t document,
+                        const View& offset);
+Costs map_costs(const Dims&, const Documents&, int64_t document, bool transition, DType, Pass,
+                Device back_end = Device::cpu);
+// `state` (HV, V, K), in place: S <- S T + X and dS <- dS T^T + dX; without a transition S <- X.
+void fold(Context&, const StateMap&, const View& state);
+void fold_gradient(Context&, const StateMap&, const View& d_state);
 
 // Decode: every document is one token; `state` (N, HV, V, K) is read and updated in place. Token recurrence, no chunks.
 void step(Context&, const Dims&, const Inputs&, const View& state, const View& o);

@@ -46,7 +46,7 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const OutputGra
   kept.states = b.states;
   kept.r = b.r;
   scan(stream, d, in, plan, w, kept);
-  reverse_scan(stream, d, dout, grads, plan, w, b);
+  reverse_scan(stream, d, in.documents, dout, grads, plan, w, b);
   chunk_gradients(stream, d, in, dout, grads, plan, w, b);
   const int64_t width = d.key_dim + 1, groups = ceil_div(plan.chunks, kGroup), heads = d.value_heads;
   const int threads = int(ceil_div(width, 32)) * 32;

@@ -36,11 +36,16 @@ struct Arguments {
   const half *k_start, *q_start, *k_end, *p, *inverse;
   const float *decay, *beta;
   const bf16* d_o;
-  const float* d_final;  // of each document; null: zeros
-  float* ends;           // of each piece of a cut document: where dS leads to over it, then dS at its end
-  const float* transitions;
-  bf16 *d_states, *y, *dv;
-  float* d_initial;  // of each document; null: not wanted
+  const float* d_final = nullptr;  // of the documents from `final_from` on; null: zeros
+  int64_t final_from = 0;
+  float* ends = nullptr;  // of each piece of a cut document: where dS leads to over it, then dS at its end
+  const float* transitions = nullptr;
+  bf16 *d_states = nullptr, *y = nullptr, *dv = nullptr;
+  float* d_initial = nullptr;  // of the first documents: all, one or none
+  int64_t initial_states = 0;
+  bool maps = false;  // without outputs: where dS leads to over every piece, from 0
+
+  __device__ bool has_final(const Piece& piece) const { return d_final != nullptr && piece.document >= final_from; }
 };
 
 template <int D, int kWarps>
@@ -122,14 +127,14 @@ __global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant
   Block<D, kWarps> b(a, s);
   const int g = b.g, t = b.t, lane = b.lane;
   const bool cut = b.piece.count > 1;
-  if (!kOutputs && (!cut || b.piece.index == 0)) return;  // nothing is asked of what lies before the first piece
+  if (!kOutputs && !a.maps && (!cut || b.piece.index == 0)) return;  // nothing is asked of what lies before the first
   const int64_t of_document = ((b.piece.document * a.heads + b.head) * D + b.warp_value()) * D;
   const int64_t of_piece = ((b.piece_index * a.heads + b.head) * D + b.warp_value()) * D;
   Tiles<D / 8> ds = {};
   if (kOutputs && cut) {
     load_state<D>(a.ends + of_piece, g, t, ds);
-  } else if (b.piece.index == b.piece.count - 1 && a.d_final != nullptr) {
-    load_state<D>(a.d_final + of_document, g, t, ds);
+  } else if (b.piece.index == b.piece.count - 1 && a.has_final(b.piece)) {
+    load_state<D>(a.d_final + of_document - a.final_from * a.heads * D * D, g, t, ds);
   }
   const int64_t last = b.piece.first_chunk + b.piece.chunks - 1;
   if (b.piece.chunks > 0) {
@@ -178,7 +183,9 @@ __global__ void __launch_bounds__(32 * kWarps) scan_kernel(const __grid_constant
     scale_rows<D / 8>(ds, -of_y.scales.down[0], -of_y.scales.down[1]);
   }
   if (!kOutputs) store_state<D>(a.ends + of_piece, g, t, ds);
-  if (kOutputs && a.d_initial != nullptr && b.piece.index == 0) store_state<D>(a.d_initial + of_document, g, t, ds);
+  if (kOutputs && b.piece.document < a.initial_states && b.piece.index == 0) {
+    store_state<D>(a.d_initial + of_document, g, t, ds);
+  }
 }
 
 // dS at the end of each piece of a cut document, in the place of where it leads to: dS <- dS T^T + dSx in f32, rows of
@@ -221,8 +228,8 @@ __global__ void __launch_bounds__(D) fold_kernel(const __grid_constant__ Argumen
   float ds[kFoldValues];  // at the end of piece j
 #pragma unroll
   for (int v = 0; v < kFoldValues; ++v) {
-    const int64_t from = (piece.document * a.heads + head) * D * D + of_values + v * D;
-    ds[v] = a.d_final == nullptr ? 0.0f : a.d_final[from];
+    const int64_t from = ((piece.document - a.final_from) * a.heads + head) * D * D + of_values + v * D;
+    ds[v] = a.has_final(piece) ? a.d_final[from] : 0.0f;
   }
 #pragma unroll 1
   for (int j = last; j >= 0; --j) {
@@ -256,9 +263,23 @@ __global__ void __launch_bounds__(D) fold_kernel(const __grid_constant__ Argumen
 }
 
 template <int D, int kWarps>
+int64_t scan_blocks(const Plan& plan, const Arguments& a) {
+  return plan.pieces * a.heads * (D / (16 * kWarps));
+}
+
+// Calls f<D, kWarps>(). Eight warps share the most; four where that would leave most of the GPU idle.
+template <class F>
+void choose_warps(const Dims& d, const Plan& plan, F&& f) {
+  if (d.key_dim == 32) return f.template operator()<32, 2>();
+  if (d.key_dim == 64) return f.template operator()<64, 4>();
+  if (plan.pieces * d.value_heads < 64) return f.template operator()<128, 4>();
+  f.template operator()<128, 8>();
+}
+
+template <int D, int kWarps>
 void launch_scan(GpuStream stream, const Plan& plan, const Arguments& a) {
   constexpr int kThreads = 32 * kWarps;
-  const int64_t grid = plan.pieces * a.heads * (D / (16 * kWarps)), bytes = sizeof(Shared<D, kWarps>);
+  const int64_t grid = scan_blocks<D, kWarps>(plan, a), bytes = sizeof(Shared<D, kWarps>);
   if (plan.cut) {
     launch(scan_kernel<D, kWarps, false>, grid, kThreads, bytes, stream)(a);
     launch(fold_kernel<D>, plan.pieces * a.heads * (D / kFoldValues), D, sizeof(FoldShared<D>), stream)(a);
@@ -266,33 +287,48 @@ void launch_scan(GpuStream stream, const Plan& plan, const Arguments& a) {
   launch(scan_kernel<D, kWarps, true>, grid, kThreads, bytes, stream)(a);
 }
 
+// What the scan of every pass reads.
+Arguments arguments(const Dims& d, const View& d_o, const Workspace& w) {
+  return {.heads = d.value_heads,
+          .chunks = reinterpret_cast<const Chunk*>(w.chunks.gpu<int64_t>()),
+          .pieces = reinterpret_cast<const Piece*>(w.pieces.gpu<int64_t>()),
+          .k_start = halves(w.k_start),
+          .q_start = halves(w.q_start),
+          .k_end = halves(w.k_end),
+          .p = halves(w.p),
+          .inverse = halves(w.inverse),
+          .decay = w.decay.gpu<float>(),
+          .beta = w.beta.gpu<float>(),
+          .d_o = d_o.gpu<bf16>()};
+}
+
 }  // namespace
 
-void reverse_scan(GpuStream stream, const Dims& d, const OutputGrads& dout, const Grads& grads, const Plan& plan,
-                  const Workspace& w, const BackwardWorkspace& b) {
-  const Arguments a{.heads = d.value_heads,
-                    .chunks = reinterpret_cast<const Chunk*>(w.chunks.gpu<int64_t>()),
-                    .pieces = reinterpret_cast<const Piece*>(w.pieces.gpu<int64_t>()),
-                    .k_start = halves(w.k_start),
-                    .q_start = halves(w.q_start),
-                    .k_end = halves(w.k_end),
-                    .p = halves(w.p),
-                    .inverse = halves(w.inverse),
-                    .decay = w.decay.gpu<float>(),
-                    .beta = w.beta.gpu<float>(),
-                    .d_o = dout.o.gpu<bf16>(),
-                    .d_final = dout.final_state.present() ? dout.final_state.gpu<float>() : nullptr,
-                    .ends = plan.cut ? w.ends.gpu<float>() : nullptr,
-                    .transitions = plan.cut ? w.transitions.gpu<float>() : nullptr,
-                    .d_states = b.d_states.gpu<bf16>(),
-                    .y = b.y.gpu<bf16>(),
-                    .dv = grads.v.gpu<bf16>(),
-                    .d_initial = grads.initial_state.present() ? grads.initial_state.gpu<float>() : nullptr};
-  // Eight warps share the most; four where that would leave most of the GPU idle.
-  if (d.key_dim == 32) return launch_scan<32, 2>(stream, plan, a);
-  if (d.key_dim == 64) return launch_scan<64, 4>(stream, plan, a);
-  if (plan.pieces * a.heads < 64) return launch_scan<128, 4>(stream, plan, a);
-  launch_scan<128, 8>(stream, plan, a);
+void reverse_scan(GpuStream stream, const Dims& d, const Documents& documents, const OutputGrads& dout,
+                  const Grads& grads, const Plan& plan, const Workspace& w, const BackwardWorkspace& b) {
+  Arguments a = arguments(d, dout.o, w);
+  if (dout.final_state.present()) {
+    a.d_final = dout.final_state.gpu<float>();
+    a.final_from = documents.count() - dout.final_state.dim(0);
+  }
+  if (plan.cut) a.ends = w.ends.gpu<float>(), a.transitions = w.transitions.gpu<float>();
+  a.d_states = b.d_states.gpu<bf16>(), a.y = b.y.gpu<bf16>(), a.dv = grads.v.gpu<bf16>();
+  if (grads.initial_state.present()) {
+    a.d_initial = grads.initial_state.gpu<float>();
+    a.initial_states = grads.initial_state.dim(0);
+  }
+  choose_warps(d, plan, [&]<int D, int kWarps>() { launch_scan<D, kWarps>(stream, plan, a); });
+}
+
+void reverse_scan_maps(GpuStream stream, const Dims& d, const View& d_o, const Plan& plan, const Workspace& w,
+                       const View& ends) {
+  Arguments a = arguments(d, d_o, w);
+  a.maps = true;
+  a.ends = ends.gpu<float>();
+  choose_warps(d, plan, [&]<int D, int kWarps>() {
+    launch(scan_kernel<D, kWarps, false>, scan_blocks<D, kWarps>(plan, a), 32 * kWarps, sizeof(Shared<D, kWarps>),
+           stream)(a);
+  });
 }
 
 }  // namespace tessera::ops::kda::cuda

@@ -37,10 +37,14 @@ struct Arguments {
   int heads;
   const bf16* v;
   const half *k_start, *q_start, *k_end, *p, *inverse;
-  const float *decay, *beta, *initial_state;
-  float *ends, *transitions;  // null unless documents are cut
-  float* final_state;         // what is not wanted is null, from here on
-  bf16 *o, *states, *r;
+  const float *decay, *beta;
+  const float* initial_state;  // of the first documents: all, one or none
+  int64_t initial_states;
+  float *ends, *transitions;     // null unless documents are cut or maps are wanted
+  bool maps = false;             // `piece_ends` gives the map of every piece
+  float* final_state = nullptr;  // of the documents from `final_from` on; what is not wanted is null, from here on
+  int64_t final_from = 0;
+  bf16 *o = nullptr, *states = nullptr, *r = nullptr;
 };
 
 // The tiles of a piece's chunks for one block; each group is committed, empty past the last chunk.
@@ -151,7 +155,7 @@ __global__ void __launch_bounds__(Layout<D>::kThreads, 2) scan_kernel(const __gr
     w.load(s, a.ends + of_piece - int64_t(a.heads) * D * D);
   } else if (piece.count > 1) {
     w.load(s, a.transitions + of_piece);  // a copy of the initial state, which the final state may overwrite
-  } else if (a.initial_state != nullptr) {
+  } else if (piece.document < a.initial_states) {
     w.load(s, a.initial_state + of_document);
   }
   const int64_t token = piece.chunks > 0 ? a.chunks[piece.first_chunk].token : 0;
@@ -162,12 +166,14 @@ __global__ void __launch_bounds__(Layout<D>::kThreads, 2) scan_kernel(const __gr
                                 piece.chunks,
                                 tokens_of(a, piece, token)};
   scan_chunks<D, kOutput, kRecord>(a, w, tiles, token, head, channel, s);
-  if (a.final_state != nullptr && piece.index == piece.count - 1) w.store(s, a.final_state + of_document);
+  if (a.final_state != nullptr && piece.index == piece.count - 1 && piece.document >= a.final_from) {
+    w.store(s, a.final_state + of_document - a.final_from * a.heads * D * D);
+  }
 }
 
 // Of the pieces of documents that are cut, but the last: `ends`, the state each leads to, the first from its true start
 // and the others from 0; and `transitions`, the state each leads to from S^T = I without values. The first needs no
-// transition; its place takes a copy of the initial state.
+// transition; its place takes a copy of the initial state. For maps all pieces are alike: there is no true start.
 template <int D>
 __global__ void __launch_bounds__(Layout<D>::kThreads, 2) piece_ends_kernel(const __grid_constant__ Arguments a) {
   using L = Layout<D>;
@@ -179,13 +185,15 @@ __global__ void __launch_bounds__(Layout<D>::kThreads, 2) piece_ends_kernel(cons
   const int head = static_cast<int>(blockIdx.x / (2 * L::kSplits) % a.heads);
   const int channel = split * L::kChannels + 16 * w.warp;
   const Piece piece = a.pieces[index];
-  if (piece.index == piece.count - 1) return;
+  float* const to = transition ? a.transitions : a.ends;
+  if (to == nullptr || (!a.maps && piece.index == piece.count - 1)) return;
+  const bool true_start = !a.maps && piece.index == 0;
   const int64_t of_document = (int64_t(piece.document) * a.heads + head) * D * D + int64_t(channel) * D;
   const int64_t of_piece = (index * a.heads + head) * D * D + int64_t(channel) * D;
 
   State<D> s = {};
-  if (piece.index == 0) {
-    if (a.initial_state != nullptr) w.load(s, a.initial_state + of_document);
+  if (true_start) {
+    if (piece.document < a.initial_states) w.load(s, a.initial_state + of_document);
   } else if (transition) {
 #pragma unroll
     for (int c = 0; c < D / 8; ++c) {
@@ -195,8 +203,8 @@ __global__ void __launch_bounds__(Layout<D>::kThreads, 2) piece_ends_kernel(cons
       }
     }
   }
-  const int64_t token = a.chunks[piece.first_chunk].token;
-  const bool copy_only = transition && piece.index == 0;
+  const int64_t token = piece.chunks > 0 ? a.chunks[piece.first_chunk].token : 0;
+  const bool copy_only = transition && true_start;
   const Tiles<D, false> tiles{a,
                               w.shared,
                               piece.first_chunk * a.heads + head,
@@ -204,7 +212,7 @@ __global__ void __launch_bounds__(Layout<D>::kThreads, 2) piece_ends_kernel(cons
                               copy_only ? 0 : piece.chunks,
                               transition ? 0 : tokens_of(a, piece, token)};
   scan_chunks<D, false, false>(a, w, tiles, token, head, channel, s);
-  w.store(s, (transition ? a.transitions : a.ends) + of_piece);
+  w.store(s, to + of_piece);
 }
 
 // ends[j] += ends[j - 1] transitions[j] along the pieces of a document, eight value channels a block, a key channel a
@@ -245,11 +253,17 @@ __global__ void __launch_bounds__(D) fold_kernel(const __grid_constant__ Argumen
 }
 
 template <int D>
+void launch_piece_ends(GpuStream stream, const Plan& plan, const Arguments& a) {
+  using L = Layout<D>;
+  launch(piece_ends_kernel<D>, plan.pieces * a.heads * 2 * L::kSplits, L::kThreads, L::kBytes, stream)(a);
+}
+
+template <int D>
 void launch_scan(GpuStream stream, const Plan& plan, const Arguments& a) {
   using L = Layout<D>;
   const int64_t scans = plan.pieces * a.heads;
   if (plan.cut) {
-    launch(piece_ends_kernel<D>, scans * 2 * L::kSplits, L::kThreads, L::kBytes, stream)(a);
+    launch_piece_ends<D>(stream, plan, a);
     launch(fold_kernel<D>, scans * (D / 8), D, 0, stream)(a);
   }
   if (a.o != nullptr) {
@@ -264,33 +278,48 @@ T* data_of(const View& view) {
   return view.present() ? view.gpu<T>() : nullptr;
 }
 
+// Without the outputs.
+Arguments arguments(const Dims& d, const Inputs& in, const Workspace& w) {
+  return {.chunks = reinterpret_cast<const Chunk*>(w.chunks.gpu<int64_t>()),
+          .pieces = reinterpret_cast<const Piece*>(w.pieces.gpu<int64_t>()),
+          .heads = static_cast<int>(d.heads),
+          .v = in.v.gpu<bf16>(),
+          .k_start = halves(w.k_start),
+          .q_start = halves(w.q_start),
+          .k_end = halves(w.k_end),
+          .p = halves(w.p),
+          .inverse = halves(w.inverse),
+          .decay = w.decay.gpu<float>(),
+          .beta = w.beta.gpu<float>(),
+          .initial_state = data_of<float>(in.initial_state),
+          .initial_states = in.initial_state.present() ? in.initial_state.dim(0) : 0,
+          .ends = data_of<float>(w.ends),
+          .transitions = data_of<float>(w.transitions)};
+}
+
 }  // namespace
 
 void scan(GpuStream stream, const Dims& d, const Inputs& in, const Plan& plan, const Workspace& w,
           const ScanOutputs& out) {
   TESSERA_CHECK(out.o.present() != out.states.present() && out.states.present() == out.r.present(),
                 "kda scan for {} o, {} states", out.o.present(), out.states.present());
-  const Arguments a{.chunks = reinterpret_cast<const Chunk*>(w.chunks.gpu<int64_t>()),
-                    .pieces = reinterpret_cast<const Piece*>(w.pieces.gpu<int64_t>()),
-                    .heads = static_cast<int>(d.heads),
-                    .v = in.v.gpu<bf16>(),
-                    .k_start = halves(w.k_start),
-                    .q_start = halves(w.q_start),
-                    .k_end = halves(w.k_end),
-                    .p = halves(w.p),
-                    .inverse = halves(w.inverse),
-                    .decay = w.decay.gpu<float>(),
-                    .beta = w.beta.gpu<float>(),
-                    .initial_state = data_of<float>(in.initial_state),
-                    .ends = data_of<float>(w.ends),
-                    .transitions = data_of<float>(w.transitions),
-                    .final_state = data_of<float>(out.final_state),
-                    .o = data_of<bf16>(out.o),
-                    .states = data_of<bf16>(out.states),
-                    .r = data_of<bf16>(out.r)};
+  Arguments a = arguments(d, in, w);
+  a.final_state = data_of<float>(out.final_state);
+  if (out.final_state.present()) a.final_from = in.documents.count() - out.final_state.dim(0);
+  a.o = data_of<bf16>(out.o), a.states = data_of<bf16>(out.states), a.r = data_of<bf16>(out.r);
   if (d.key_dim == 32) return launch_scan<32>(stream, plan, a);
   if (d.key_dim == 64) return launch_scan<64>(stream, plan, a);
   launch_scan<128>(stream, plan, a);
+}
+
+void scan_maps(GpuStream stream, const Dims& d, const Inputs& in, const Plan& plan, const Workspace& w,
+               const View& ends, const View& transitions) {
+  Arguments a = arguments(d, in, w);
+  a.maps = true;
+  a.ends = data_of<float>(ends), a.transitions = data_of<float>(transitions);
+  if (d.key_dim == 32) return launch_piece_ends<32>(stream, plan, a);
+  if (d.key_dim == 64) return launch_piece_ends<64>(stream, plan, a);
+  launch_piece_ends<128>(stream, plan, a);
 }
 
 void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& out, const Plan& plan,
