@@ -12,6 +12,7 @@ struct Documents {
   std::span<const int64_t> offsets;      // (N + 1): 0 = offsets[0] <= ... <= offsets[N] = T; empty documents are legal
   const int64_t* gpu_offsets = nullptr;  // the same on the GPU, where the device is cuda
 
+  bool present() const { return !offsets.empty(); }  // false: none are given
   int64_t count() const { return static_cast<int64_t>(offsets.size()) - 1; }
   int64_t tokens() const { return offsets.back(); }
   int64_t begin(int64_t n) const { return offsets[static_cast<size_t>(n)]; }

@@ -27,11 +27,13 @@ std::vector<int64_t> offsets_of(const std::vector<int64_t>& lengths) {
   return offsets;
 }
 
-void run(const Dims& d, const Documents& documents, const check::Run& r) {
+// `keys` empty: those of the queries' tokens.
+void run(const Dims& d, const std::vector<int64_t>& offsets, const std::vector<int64_t>& keys, const check::Run& r) {
   const bool backward_too = !r.d_outputs.empty();
   Saved saved;
   if (backward_too) saved = allocate_saved(r.context, d, r.inputs[0].dtype());
-  const Inputs in{r.inputs[0], r.inputs[1], r.inputs[2], documents};
+  const Inputs in{r.inputs[0], r.inputs[1], r.inputs[2], place_documents(r.context, offsets),
+                  keys.empty() ? Documents{} : place_documents(r.context, keys)};
   Outputs out{r.outputs[0], {}};
   if (r.outputs.size() > 1) {
     out.max_logit = r.outputs[1];
@@ -45,14 +47,15 @@ void run(const Dims& d, const Documents& documents, const check::Run& r) {
   backward(r.context, d, in, out, saved, {r.d_outputs[0]}, {r.d_inputs[0], r.d_inputs[1], r.d_inputs[2]});
 }
 
-std::vector<Tensor> inputs(const Dims& d, double scale) {
+std::vector<Tensor> inputs(const Dims& d, int64_t keys, double scale) {
   return {check::random_tensor("q", {d.tokens, d.heads, d.nope_dim + d.rope_dim}, scale),
-          check::random_tensor("kv", {d.tokens, d.heads, d.nope_dim + d.value_dim}),
-          check::random_tensor("k_shared", {d.tokens, d.rope_dim})};
+          check::random_tensor("kv", {keys, d.heads, d.nope_dim + d.value_dim}),
+          check::random_tensor("k_shared", {keys, d.rope_dim})};
 }
 
-std::vector<Tensor> definition(const Dims& d, const std::vector<int64_t>& offsets, const std::vector<Tensor>& in) {
-  const reference::Problem p{d.tokens, d.heads, d.nope_dim, d.rope_dim, d.value_dim, d.logit_scale(), offsets};
+std::vector<Tensor> definition(const Dims& d, const std::vector<int64_t>& offsets, const std::vector<int64_t>& keys,
+                               const std::vector<Tensor>& in) {
+  const reference::Problem p{d.tokens, d.heads, d.nope_dim, d.rope_dim, d.value_dim, d.logit_scale(), offsets, keys};
   auto result = reference::forward(p, in[0].values, in[1].values, in[2].values,
                                    std::vector<double>(size_t(d.heads), kMaxLogitBefore));
   return {{"o", {d.tokens, d.heads, d.value_dim}, std::move(result.o)},
@@ -69,12 +72,24 @@ check::Case make_case(HeadShape s, const std::vector<int64_t>& lengths, double q
   d.scale = scale;
   return {.name = fmt::format("documents {} H {} {}/{}/{} q x{} scale {}", fmt::join(lengths, "+"), d.heads, d.nope_dim,
                               d.rope_dim, d.value_dim, q_scale, scale),
-          .inputs = [=] { return inputs(d, q_scale); },
-          .reference = [=](const std::vector<Tensor>& in) { return definition(d, offsets, in); },
-          .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); },
+          .inputs = [=] { return inputs(d, d.tokens, q_scale); },
+          .reference = [=](const std::vector<Tensor>& in) { return definition(d, offsets, {}, in); },
+          .run = [=](const check::Run& r) { run(d, offsets, {}, r); },
           // In bf16 the gradients of q and k carry the rounding of o, which stands in delta against dP: where one key
           // has nearly all the weight, or there are few keys at all, little else is left of them.
           .limit_bf16_gradient = q_scale > 1 || d.tokens < 16 ? 2e-2 : 6e-3};
+}
+
+// Of each document the last `queries` of `keys` positions.
+check::Case make_prefix(HeadShape s, const std::vector<int64_t>& queries, const std::vector<int64_t>& keys) {
+  check::Case c = make_case(s, queries);
+  const std::vector<int64_t> offsets = offsets_of(queries), key_offsets = offsets_of(keys);
+  const Dims d = dims_of(s, offsets);
+  c.name += fmt::format(" of {}", fmt::join(keys, "+"));
+  c.inputs = [=] { return inputs(d, key_offsets.back(), 1.0); };
+  c.reference = [=](const std::vector<Tensor>& in) { return definition(d, offsets, key_offsets, in); };
+  c.run = [=](const check::Run& r) { run(d, offsets, key_offsets, r); };
+  return c;
 }
 
 // One query for each cache, of the lengths given.
@@ -125,7 +140,7 @@ check::SpeedCase make_speed(HeadShape s, int64_t documents, int64_t length) {
                 check::periodic_tensor("k_shared", {d.tokens, d.rope_dim}, kPeriod)};
           },
       .output_shapes = {{d.tokens, d.heads, d.value_dim}},
-      .run = [=](const check::Run& r) { run(d, place_documents(r.context, offsets), r); }};
+      .run = [=](const check::Run& r) { run(d, offsets, {}, r); }};
 }
 
 }  // namespace
@@ -142,6 +157,11 @@ const check::OpTable& table() {
                 make_case({1, 4, 2, 4}, {255, 0, 257}), make_case({1, 4, 0, 4}, {40}), make_case({1, 0, 4, 4}, {40}),
                 make_case({2, 2, 2, 2}, {30}, 1.0, 0.7), make_case({2, 8, 4, 4}, {70}, 10.0),
                 make_case({1, 2, 1, 2}, {3, 640, 500}), make_case({8, 8, 8, 3}, {33}),
+                // Prefixes as long as, next to and beside the blocks; no queries at all, none in a document.
+                make_prefix({2, 4, 2, 3}, {0}, {5}), make_prefix({2, 4, 2, 3}, {1}, {2}),
+                make_prefix({2, 4, 2, 3}, {0, 1, 16, 0, 3}, {7, 64, 17, 0, 130}),
+                make_prefix({1, 8, 4, 8}, {5, 70, 20, 9}, {5, 198, 149, 9}),
+                make_prefix({2, 3, 1, 1}, {257, 1, 300}, {400, 640, 301}), make_prefix({8, 8, 8, 3}, {33}, {97}),
                 make_decode({2, 4, 2, 3}, 5, {1}), make_decode({3, 5, 3, 7}, 24, {7, 1, 33, 64}),
                 make_decode({17, 4, 8, 8}, 16, {300, 5})},
       .speed = {make_speed({8, 128, 64, 128}, 1, 2048), make_speed({4, 32, 16, 32}, 8, 1024)},
@@ -151,8 +171,11 @@ const check::OpTable& table() {
       // softmax. Decode: rows read eight at a time, heads in groups of 16, 32 and 64, more than 64 sequences.
       .cuda_cases = {make_case({3, 128, 64, 128}, {700, 1, 333}), make_case({2, 128, 64, 128}, {129, 255, 64, 1025}),
                      make_case({2, 64, 32, 64}, {200, 130}), make_case({1, 24, 16, 24}, {500}, 4.0),
-                     make_decode({16, 128, 64, 128}, 512, {1, 600, 31}), make_decode({24, 32, 16, 32}, 64, {257, 700}),
-                     make_decode({70, 16, 8, 16}, 40, {290}),
+                     make_prefix({3, 128, 64, 128}, {100, 0, 1, 333, 64}, {700, 40, 500, 333, 129}),
+                     make_prefix({2, 128, 64, 128}, {300, 129, 128}, {1324, 130, 1000}),
+                     make_prefix({2, 64, 32, 64}, {200, 0, 17}, {500, 300, 217}),
+                     make_prefix({1, 24, 16, 24}, {0, 0}, {100, 3}), make_decode({16, 128, 64, 128}, 512, {1, 600, 31}),
+                     make_decode({24, 32, 16, 32}, 64, {257, 700}), make_decode({70, 16, 8, 16}, 40, {290}),
                      make_decode({2, 8, 8, 8}, 16, std::vector<int64_t>(70, 40))},
       .cuda_speed = {make_speed({16, 128, 64, 128}, 1, 32768), make_speed({16, 128, 64, 128}, 8, 4096)}};
   return t;

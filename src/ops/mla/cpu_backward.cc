@@ -47,11 +47,12 @@ struct Blocks {
         pair_dq(carver.take(2 * d.key_dim())) {}
 };
 
-// Rows of one head in the (T, H, .) tensors, from a document's first token on.
+// Rows of one head in the (T, H, .) tensors, from a document's first query on, which stands at position `first` of it.
 template <class Real>
 struct Rows {
   const Real *q, *d_o, *lse, *delta;
   Real* dq;
+  int64_t first;
 };
 
 // p holds logits, ds holds dP: both become what their names say; masked entries become 0.
@@ -66,15 +67,15 @@ void soften_row(Real* p, Real* ds, int64_t valid, int64_t width, Real lse, Real 
   }
 }
 
-// The key block [k0, k0 + keys) against queries [q0, q0 + m), of which keys up to k0 + width are seen.
+// The key block [k0, k0 + keys) against the queries at [q0, q0 + m), of which keys up to k0 + width are seen.
 template <class Real>
 void step(const Dims& d, const Rows<Real>& r, const Blocks<Real>& b, int64_t k0, int64_t keys, int64_t width,
           int64_t q0, int64_t m) {
-  const int64_t dk = d.key_dim(), dv = d.value_dim;
+  const int64_t dk = d.key_dim(), dv = d.value_dim, first_row = q0 - r.first;
   const Real scale = Real(d.logit_scale());
   int64_t q_stride = d.heads * dk, o_stride = d.heads * dv, dq_stride = q_stride;
-  const Real *q = r.q + q0 * q_stride, *d_o = r.d_o + q0 * o_stride;
-  Real *const own_dq = r.dq + q0 * dq_stride, *dq = own_dq;
+  const Real *q = r.q + first_row * q_stride, *d_o = r.d_o + first_row * o_stride;
+  Real *const own_dq = r.dq + first_row * dq_stride, *dq = own_dq;
   const int64_t computed = std::max<int64_t>(m, 2);
   if (m == 1) {
     const Real* before = own_dq;
@@ -88,7 +89,7 @@ void step(const Dims& d, const Rows<Real>& r, const Blocks<Real>& b, int64_t k0,
   gemm<Real>(Trans::no, Trans::no, computed, width, dv, Real(1), d_o, o_stride, b.values_transposed, kKeys, Real(0),
              b.ds, kKeys);
   for (int64_t i = 0; i < m; ++i) {
-    const int64_t row = (q0 + i) * d.heads;
+    const int64_t row = (first_row + i) * d.heads;
     soften_row(b.p + i * kKeys, b.ds + i * kKeys, std::min(keys, q0 + i - k0 + 1), width, r.lse[row], r.delta[row]);
   }
   gemm<Real>(Trans::yes, Trans::no, width, dv, computed, Real(1), b.p, kKeys, d_o, o_stride, Real(1), b.d_values, dv);
@@ -109,7 +110,7 @@ void key_block(const Dims& d, const Head<Real>& head, const Rows<Real>& r, const
   pack_rows(keys, d.rope_dim, head.shared + k0 * head.shared_stride, head.shared_stride, b.keys + d.nope_dim, dk);
   std::fill_n(b.d_keys, padded(keys) * dk, Real(0));
   std::fill_n(b.d_values, padded(keys) * d.value_dim, Real(0));
-  for (int64_t q0 = k0, m = 0; q0 < length; q0 += m) {
+  for (int64_t q0 = std::max(k0, r.first), m = 0; q0 < length; q0 += m) {
     m = std::min(q0 < k0 + kKeys ? kDiagonal : kRows, length - q0);
     step(d, r, b, k0, keys, padded(std::min(keys, q0 + m - k0)), q0, m);
   }
@@ -118,7 +119,7 @@ void key_block(const Dims& d, const Head<Real>& head, const Rows<Real>& r, const
 template <class Real>
 void run_piece(const Dims& d, const Inputs& in, const Rows<Real>& rows, const Grads& grads, const Blocks<Real>& b,
                const Piece& piece, int64_t h, Real* dk_shared) {
-  const int64_t begin = in.documents.begin(piece.document), length = in.documents.length(piece.document);
+  const int64_t begin = in.key_documents.begin(piece.document), length = in.key_documents.length(piece.document);
   const int64_t dk = d.key_dim(), kv_width = d.nope_dim + d.value_dim;
   const Head<Real> head(d, in, begin, h);
   for (int64_t k0 = piece.first; k0 < piece.first + piece.keys; k0 += kKeys) {
@@ -133,7 +134,7 @@ void run_piece(const Dims& d, const Inputs& in, const Rows<Real>& rows, const Gr
   }
 }
 
-// Calls f(pieces, first token, tokens) for each group.
+// Calls f(pieces, first token, tokens) for each group of keys.
 template <class F>
 void for_each_group(const Documents& documents, F&& f) {
   std::vector<Piece> pieces;
@@ -190,14 +191,17 @@ template <class Real>
 void run(const Dims& d, const Inputs& in, const Outputs& out, const Saved& saved, const OutputGrads& dout,
          const Grads& grads, const BackwardWorkspace& w) {
   take_delta(d, out, dout, w.delta.as<Real>());
-  for_each_group(in.documents, [&](const std::vector<Piece>& pieces, int64_t first_token, int64_t tokens) {
+  for_each_group(in.key_documents, [&](const std::vector<Piece>& pieces, int64_t first_token, int64_t tokens) {
     parallel_slots(static_cast<int64_t>(pieces.size()) * d.heads, [&](int64_t item, int64_t slot) {
       const Piece& piece = pieces[static_cast<size_t>(item / d.heads)];
-      const int64_t h = item % d.heads, begin = in.documents.begin(piece.document), row = begin * d.heads + h;
-      const Rows<Real> rows{in.q.as<Real>() + row * d.key_dim(), dout.o.as<Real>() + row * d.value_dim,
-                            saved.lse.as<Real>() + row, w.delta.as<Real>() + row,
-                            grads.q.as<Real>() + row * d.key_dim()};
-      const int64_t place = h * kGroup + begin + piece.first - first_token;
+      const int64_t h = item % d.heads, row = in.documents.begin(piece.document) * d.heads + h;
+      const Rows<Real> rows{in.q.as<Real>() + row * d.key_dim(),
+                            dout.o.as<Real>() + row * d.value_dim,
+                            saved.lse.as<Real>() + row,
+                            w.delta.as<Real>() + row,
+                            grads.q.as<Real>() + row * d.key_dim(),
+                            in.key_documents.length(piece.document) - in.documents.length(piece.document)};
+      const int64_t place = h * kGroup + in.key_documents.begin(piece.document) + piece.first - first_token;
       Carver<Real> carver(w.threads.as<Real>() + slot * w.threads.dim(1));
       run_piece(d, in, rows, grads, Blocks<Real>(d, carver), piece, h, w.dk_shared.as<Real>() + place * d.rope_dim);
     });

@@ -70,7 +70,7 @@ struct Head {
   const Real *key, *shared, *value;  // key rows d_n and value rows d_v of kv, key rows d_p of k_shared
   int64_t kv_stride, shared_stride;
 
-  Head(const Dims& d, const Inputs& in, int64_t token, int64_t head)
+  Head(const Dims& d, const Inputs& in, int64_t token, int64_t head)  // token: of the keys
       : key(in.kv.as<Real>() + (token * d.heads + head) * (d.nope_dim + d.value_dim)),
         shared(in.k_shared.as<Real>() + token * in.k_shared.row_stride()),
         value(key + d.nope_dim),

@@ -2,7 +2,8 @@
 //
 //   m' = max(m, max S),   P = exp(S - m'),   l' = l exp(m - m') + sum P,   O' = O exp(m - m') + P V,   o = O / l
 //
-// One item is one head and one block of queries of a document; key blocks are taken in order of position.
+// One item is one head and one block of queries of a document; key blocks are taken in order of position. Where the
+// queries begin behind the keys (op.h), the first stands at position keys - queries of its document.
 #include <limits>
 
 #include "core/fast_math.h"
@@ -67,7 +68,8 @@ void soften_row(Real* logits, int64_t valid, int64_t width, Real& maximum, Real&
   sum += added;
 }
 
-// Rows [first, first + rows) of one document and head; `q` and the keys begin at the document's first token.
+// The queries at positions [first, first + rows) of one document and head, whose rows begin at `q`; the keys begin at
+// the document's first.
 template <class Real>
 void attend(const Dims& d, const Head<Real>& head, const Real* q, int64_t first, int64_t rows, const Blocks<Real>& b) {
   const int64_t dk = d.key_dim();
@@ -80,7 +82,7 @@ void attend(const Dims& d, const Head<Real>& head, const Real* q, int64_t first,
     pack_keys_transposed(d, head, k0, keys, b.keys);
     pack_rows(keys, d.value_dim, head.value + k0 * head.kv_stride, head.kv_stride, b.values, d.value_dim);
     int64_t stride = d.heads * dk;
-    const Real* queries = q + (first + skip) * stride;
+    const Real* queries = q + skip * stride;
     if (m == 1) pair_up(dk, queries, stride, b.pair);
     const int64_t computed = std::max<int64_t>(m, 2);
     gemm<Real>(Trans::no, Trans::no, computed, width, dk, Real(d.logit_scale()), queries, stride, b.keys, kKeys,
@@ -104,14 +106,16 @@ void run(const Dims& d, const Inputs& in, const Outputs& out, Real* lse, const F
   parallel_slots(count * d.heads, [&](int64_t item, int64_t slot) {
     const int64_t index = count - 1 - item / d.heads, h = item % d.heads;
     const QueryBlock block = blocks[index];
-    const int64_t begin = in.documents.begin(block.document);
-    const int64_t rows = std::min(kQueries, in.documents.length(block.document) - block.first);
+    const int64_t begin = in.documents.begin(block.document), length = in.documents.length(block.document);
+    const int64_t position = in.key_documents.length(block.document) - length + block.first;
+    const int64_t rows = std::min(kQueries, length - block.first), first_row = (begin + block.first) * d.heads + h;
     Carver<Real> carver(w.threads.as<Real>() + slot * w.threads.dim(1));
     const Blocks<Real> b(d, carver);
-    attend(d, Head<Real>(d, in, begin, h), in.q.as<Real>() + (begin * d.heads + h) * d.key_dim(), block.first, rows, b);
+    attend(d, Head<Real>(d, in, in.key_documents.begin(block.document), h), in.q.as<Real>() + first_row * d.key_dim(),
+           position, rows, b);
     Real top = b.maximum[0];
     for (int64_t i = 0; i < rows; ++i) {
-      const int64_t row = (begin + block.first + i) * d.heads + h;
+      const int64_t row = first_row + i * d.heads;
       Real* o = out.o.as<Real>() + row * d.value_dim;
       const Real scale = 1 / b.sum[i];
 #pragma omp simd

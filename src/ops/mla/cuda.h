@@ -9,7 +9,7 @@ inline constexpr int64_t kMaxRank = 512, kMaxLatent = 576;      // r, r + d_p of
 
 struct BackwardWorkspace {
   View delta;            // (T, H) f32: <do, o>
-  View dk_shared_parts;  // (T, H, d_p) f32: each head's part, added in head order
+  View dk_shared_parts;  // (Tk, H, d_p) f32: each head's part, added in head order
 };
 // Pieces of the caches are numbered sequence by sequence.
 struct DecodeWorkspace {
@@ -28,7 +28,7 @@ inline int64_t piece_keys(int64_t keys) {
   return kPieceTile * std::max<int64_t>(8, (tiles + 131) / 132);
 }
 
-BackwardWorkspace allocate_backward(Arena&, const Dims&);
+BackwardWorkspace allocate_backward(Arena&, const Dims&, int64_t key_tokens);
 DecodeWorkspace allocate_decode(Arena&, const Dims&, const DecodeInputs&);
 
 void check_dims(const Dims&, DType);                       // UserError for heads wider than the tiles

@@ -3,9 +3,9 @@
 
 namespace tessera::ops::mla::cuda {
 
-BackwardWorkspace allocate_backward(Arena& arena, const Dims& d) {
+BackwardWorkspace allocate_backward(Arena& arena, const Dims& d, int64_t key_tokens) {
   return {.delta = arena.allocate(DType::f32, {d.tokens, d.heads}),
-          .dk_shared_parts = arena.allocate(DType::f32, {d.tokens, d.heads, d.rope_dim})};
+          .dk_shared_parts = arena.allocate(DType::f32, {key_tokens, d.heads, d.rope_dim})};
 }
 
 DecodeWorkspace allocate_decode(Arena& arena, const Dims& d, const DecodeInputs& in) {

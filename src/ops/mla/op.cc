@@ -15,9 +15,12 @@ int64_t taken_bytes(F&& allocate) {
   return arena.used();
 }
 
-int64_t causal_pairs(const Documents& documents) {
+int64_t causal_pairs(const Documents& queries, const Documents& keys) {
   int64_t pairs = 0;
-  for (int64_t n = 0; n < documents.count(); ++n) pairs += documents.length(n) * (documents.length(n) + 1) / 2;
+  for (int64_t n = 0; n < queries.count(); ++n) {
+    const int64_t length = queries.length(n), before = keys.length(n) - length;
+    pairs += length * before + length * (length + 1) / 2;
+  }
   return pairs;
 }
 
@@ -39,21 +42,37 @@ Costs decode_costs(const Dims& d, const DecodeInputs& in, Device back_end) {
       })};
 }
 
-void check_inputs(const Dims& d, const Inputs& in) {
+// Checked; with key_documents in any case.
+Inputs checked(const Dims& d, Inputs in) {
   const DType dtype = in.q.dtype();
-  check_view(in.q, dtype, {d.tokens, d.heads, d.nope_dim + d.rope_dim}, "mla q");
-  check_view(in.kv, dtype, {d.tokens, d.heads, d.nope_dim + d.value_dim}, "mla kv");
-  check_strided_view(in.k_shared, dtype, {d.tokens, d.rope_dim}, "mla k_shared");
   in.documents.check(d.tokens);
+  if (in.key_documents.present()) {
+    in.key_documents.check(in.kv.rows());
+    TESSERA_CHECK(in.key_documents.count() == in.documents.count(), "mla: queries of {} documents, keys of {}",
+                  in.documents.count(), in.key_documents.count());
+    for (int64_t n = 0; n < in.documents.count(); ++n) {
+      TESSERA_CHECK(in.documents.length(n) <= in.key_documents.length(n),
+                    "mla document {}: {} queries, {} keys, wanted a key for each query", n, in.documents.length(n),
+                    in.key_documents.length(n));
+    }
+  } else {
+    in.key_documents = in.documents;
+  }
+  const int64_t keys = in.key_documents.tokens();
+  check_view(in.q, dtype, {d.tokens, d.heads, d.nope_dim + d.rope_dim}, "mla q");
+  check_view(in.kv, dtype, {keys, d.heads, d.nope_dim + d.value_dim}, "mla kv");
+  check_strided_view(in.k_shared, dtype, {keys, d.rope_dim}, "mla k_shared");
+  return in;
 }
 
 }  // namespace
 
-Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, Device back_end) {
+Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, Device back_end, const Documents& keys) {
+  const Documents& key_documents = keys.present() ? keys : documents;
   const int64_t element = bytes_of(dtype), exact = bytes_of(exact_type(dtype)), rows = d.tokens * d.heads;
-  const Flops pairs = Flops{d.heads} * causal_pairs(documents);
-  const int64_t dk = d.key_dim(), dv = d.value_dim;
-  const int64_t inputs = rows * (dk + d.nope_dim + dv) + d.tokens * d.rope_dim;
+  const Flops pairs = Flops{d.heads} * causal_pairs(documents, key_documents);
+  const int64_t dk = d.key_dim(), dv = d.value_dim, key_tokens = key_documents.tokens();
+  const int64_t inputs = rows * dk + key_tokens * (d.heads * (d.nope_dim + dv) + d.rope_dim);
   if (pass == Pass::forward) {
     return {.gemm_flops = pairs * 2 * (dk + dv),
             .vector_flops = pairs * 8,
@@ -68,7 +87,7 @@ Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, D
           .bytes_moved = (2 * inputs + 2 * rows * dv) * element + rows * exact,
           .workspace_bytes = taken_bytes([&](Arena& arena) {
             if (back_end == Device::cuda) {
-              cuda::allocate_backward(arena, d);
+              cuda::allocate_backward(arena, d, key_tokens);
             } else {
               cpu::allocate_backward(arena, d, dtype);
             }
@@ -79,13 +98,13 @@ Saved allocate_saved(Context& ctx, const Dims& d, DType dtype) {
   return {ctx.arena.allocate(exact_type(dtype), {d.tokens, d.heads})};
 }
 
-void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
+void forward(Context& ctx, const Dims& d, const Inputs& inputs, const Outputs& out, Saved* saved) {
+  const Inputs in = checked(d, inputs);
   const DType dtype = in.q.dtype();
-  check_inputs(d, in);
   check_view(out.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla o");
   if (out.max_logit.present()) check_view(out.max_logit, exact_type(dtype), {d.heads}, "mla max_logit");
   if (saved != nullptr) check_view(saved->lse, exact_type(dtype), {d.tokens, d.heads}, "mla lse");
-  OpScope op(ctx, "mla", Pass::forward, costs(d, in.documents, dtype, Pass::forward, ctx.back_end()));
+  OpScope op(ctx, "mla", Pass::forward, costs(d, in.documents, dtype, Pass::forward, ctx.back_end(), in.key_documents));
   if (ctx.back_end() == Device::cuda) {
     cuda::check_dims(d, dtype);
     if (!ctx.dry()) cuda::forward(ctx.stream(), d, in, out, saved);
@@ -96,20 +115,21 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, 
   cpu::forward(d, in, out, saved, workspace);
 }
 
-void backward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out, const Saved& saved,
+void backward(Context& ctx, const Dims& d, const Inputs& inputs, const Outputs& out, const Saved& saved,
               const OutputGrads& dout, const Grads& grads) {
+  const Inputs in = checked(d, inputs);
   const DType dtype = in.q.dtype();
-  check_inputs(d, in);
   check_view(out.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla o");
   check_view(saved.lse, exact_type(dtype), {d.tokens, d.heads}, "mla lse");
   check_view(dout.o, dtype, {d.tokens, d.heads, d.value_dim}, "mla do");
   check_view(grads.q, dtype, in.q.shape(), "mla dq");
   check_view(grads.kv, dtype, in.kv.shape(), "mla dkv");
-  check_strided_view(grads.k_shared, dtype, {d.tokens, d.rope_dim}, "mla dk_shared");
-  OpScope op(ctx, "mla", Pass::backward, costs(d, in.documents, dtype, Pass::backward, ctx.back_end()));
+  check_strided_view(grads.k_shared, dtype, in.k_shared.shape(), "mla dk_shared");
+  OpScope op(ctx, "mla", Pass::backward,
+             costs(d, in.documents, dtype, Pass::backward, ctx.back_end(), in.key_documents));
   if (ctx.back_end() == Device::cuda) {
     cuda::check_dims(d, dtype);
-    const cuda::BackwardWorkspace workspace = cuda::allocate_backward(ctx.arena, d);
+    const cuda::BackwardWorkspace workspace = cuda::allocate_backward(ctx.arena, d, in.key_documents.tokens());
     if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, out, saved, dout, grads, workspace);
     return;
   }

@@ -2,6 +2,9 @@
 //
 //   k_h = [kn_h | kp],  kp shared by all heads;   o_h = softmax(scale q_h k_h^T + causal mask) v_h
 //
+// A document's queries may be the last of its positions alone: a rank's part of it, or a block of a long prompt. Its
+// keys then have their own rows, those of all positions up to its last query.
+//
 // Expanded form for training and prefill (this op's forward and backward); absorbed form over the latent cache for
 // decode. The projections around it, the latent norm and the output gate belong to the layer.
 // Source: attention.md 9. Logits never exist as a (T, T) matrix: blocks with a running maximum and sum.
@@ -17,7 +20,7 @@
 namespace tessera::ops::mla {
 
 struct Dims {
-  int64_t tokens, heads;                  // T, H
+  int64_t tokens, heads;                  // T (queries), H
   int64_t nope_dim, rope_dim, value_dim;  // d_n, d_p, d_v
   double scale = 0;                       // 0: (d_n + d_p)^(-1/2)
 
@@ -25,10 +28,11 @@ struct Dims {
   double logit_scale() const { return scale != 0 ? scale : 1 / std::sqrt(double(std::max<int64_t>(key_dim(), 1))); }
 };
 struct Inputs {
-  View q;         // (T, H, d_n + d_p)
-  View kv;        // (T, H, d_n + d_v): per head key rows, then value rows
-  View k_shared;  // (T, d_p), any row stride: the last columns of the latent projection
-  Documents documents;
+  View q;                        // (T, H, d_n + d_p)
+  View kv;                       // (Tk, H, d_n + d_v): per head key rows, then value rows
+  View k_shared;                 // (Tk, d_p), any row stride: the last columns of the latent projection
+  Documents documents;           // of the queries
+  Documents key_documents = {};  // the same documents of Tk keys, none shorter; absent: `documents`, Tk = T
 };
 struct Outputs {
   View o;          // (T, H, d_v)
@@ -42,10 +46,10 @@ struct OutputGrads {
 };
 struct Grads {
   View q, kv;     // shapes of the inputs; overwritten
-  View k_shared;  // (T, d_p), any row stride; overwritten
+  View k_shared;  // (Tk, d_p), any row stride; overwritten
 };
 
-Costs costs(const Dims&, const Documents&, DType, Pass, Device back_end = Device::cpu);
+Costs costs(const Dims&, const Documents&, DType, Pass, Device back_end = Device::cpu, const Documents& keys = {});
 Saved allocate_saved(Context&, const Dims&, DType);
 
 void forward(Context&, const Dims&, const Inputs&, const Outputs&, Saved*);  // Saved null: inference

@@ -11,7 +11,10 @@ namespace tessera::ops::mla::reference {
 struct Problem {
   int64_t tokens, heads, nope_dim, rope_dim, value_dim;
   double scale;
-  std::vector<int64_t> offsets;  // (N + 1)
+  std::vector<int64_t> offsets;           // (N + 1)
+  std::vector<int64_t> key_offsets = {};  // of the keys; empty: offsets. Queries are a document's last positions.
+
+  const std::vector<int64_t>& keys() const { return key_offsets.empty() ? offsets : key_offsets; }
 };
 struct Result {
   std::vector<double> o;          // (T, H, d_v)
@@ -49,9 +52,10 @@ inline Result forward(const Problem& p, const std::vector<double>& q, const std:
   Result result{std::vector<double>(size_t(p.tokens * p.heads * p.value_dim), 0.0), std::move(max_logit)};
   for (size_t n = 0; n + 1 < p.offsets.size(); ++n) {
     for (int64_t i = p.offsets[n]; i < p.offsets[n + 1]; ++i) {
+      const int64_t behind = p.offsets[n + 1] - 1 - i;  // queries, so also keys
       double* o = result.o.data() + i * p.heads * p.value_dim;
       for (int64_t h = 0; h < p.heads; ++h) {
-        const double top = attend(p, q, kv, k_shared, i, p.offsets[n], i + 1, h, o);
+        const double top = attend(p, q, kv, k_shared, i, p.keys()[n], p.keys()[n + 1] - behind, h, o);
         result.max_logit[size_t(h)] = std::max(result.max_logit[size_t(h)], top);
       }
     }

@@ -9,7 +9,8 @@
 // transposes S^T = K Q^T and dP^T = V do^T: rows of a warp are its 16 keys, and P^T and dS^T go from one product to the
 // next in registers. Heads' parts of dk_shared are added in head order by a small kernel.
 //
-// A document's first token sees itself alone: its dS is 0, where dP - delta would leave the rounding of two sums.
+// A document's first token sees itself alone: its dS is 0, where dP - delta would leave the rounding of two sums. Rows
+// are counted among the queries of a document, masks go by positions (tiles.h).
 #include "ops/mla/cuda/tiles.h"
 
 namespace tessera::ops::mla::cuda {
@@ -59,8 +60,8 @@ struct RowTerms {
   float lse, delta;
 };
 __device__ RowTerms row_terms(const Arguments& a, const Block& block, int i) {
-  if (i >= block.length) return {INFINITY, 0.0f};
-  const int64_t at = (block.begin + i) * a.heads + block.head;
+  if (i >= block.queries) return {INFINITY, 0.0f};
+  const int64_t at = (block.query_begin + i) * a.heads + block.head;
   return {a.lse[at] * kLog2e, a.delta[at]};
 }
 
@@ -69,7 +70,7 @@ struct KeySums {
   float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
 };
 
-// The warp's 16 keys, whose first is `key`, against kStep queries from `query` on.
+// The warp's 16 keys, whose first is `key`, against kStep queries from position `query` on.
 template <int DK, int DV>
 __device__ void key_step(KeySums<DK, DV>& sums, const bf16* keys, const bf16* values, const bf16* queries,
                          const bf16* d_outputs, const float* lse, const float* delta, int key, int query,
@@ -107,8 +108,8 @@ __device__ void write_key_rows(const Arguments& a, const Block& block, const Key
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int own = key + lane / 4 + i * 8;
-    if (own >= block.length) continue;
-    const int64_t at = (block.begin + own) * a.heads + block.head;
+    if (own >= block.keys) continue;
+    const int64_t at = (block.key_begin + own) * a.heads + block.head;
     bf16* dkv = a.dkv + at * a.kv_dim();
     float* part = a.dk_shared_parts + at * a.rope_dim;
 #pragma unroll
@@ -131,22 +132,25 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const Arguments a) {
   extern __shared__ __align__(16) bf16 memory[];
   const Layout<DK, DV> tiles{memory};
   Block block;
-  if (!find_block<kOwn>(a, false, block)) return;
+  if (!find_block<kOwn, Side::keys>(a, block)) return;
   const Rows queries = query_rows(a, block), d_outputs = d_output_rows(a, block);
-  const int count = (block.length - block.first + kOther - 1) / kOther, warp = threadIdx.x / 32;
+  const int from = max(block.first - block.position(0), 0);  // the first query that sees a key of the block
+  const int count = (block.queries - from + kOther - 1) / kOther, warp = threadIdx.x / 32;
   const auto load = [&](int tile) {
-    const int stage = tile % 2, first = block.first + tile * kOther;
-    load_tile<kOther, DK>(tiles.other_k(stage), queries, first, block.length, a.whole);
-    load_tile<kOther, DV>(tiles.other_v(stage), d_outputs, first, block.length, a.whole);
+    const int stage = tile % 2, first = from + tile * kOther;
+    load_tile<kOther, DK>(tiles.other_k(stage), queries, first, block.queries, a.whole);
+    load_tile<kOther, DV>(tiles.other_v(stage), d_outputs, first, block.queries, a.whole);
     if (threadIdx.x < kOther) {
       const RowTerms terms = row_terms(a, block, first + static_cast<int>(threadIdx.x));
       tiles.lse(stage)[threadIdx.x] = terms.lse;
       tiles.delta(stage)[threadIdx.x] = terms.delta;
     }
   };
-  load_tile<kOwn, DK>(tiles.own_k(), key_rows(a, block), block.first, block.length, a.whole);
-  load_tile<kOwn, DV>(tiles.own_v(), value_rows(a, block), block.first, block.length, a.whole);
-  load(0);
+  if (count > 0) {  // 0: a document without queries, whose gradients are 0
+    load_tile<kOwn, DK>(tiles.own_k(), key_rows(a, block), block.first, block.keys, a.whole);
+    load_tile<kOwn, DV>(tiles.own_v(), value_rows(a, block), block.first, block.keys, a.whole);
+    load(0);
+  }
   KeySums<DK, DV> sums;
   const int key = block.first + warp * 16;  // the warp's first
   for (int tile = 0; tile < count; ++tile) {
@@ -156,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const Arguments a) {
     const int stage = tile % 2;
 #pragma unroll 1
     for (int i = 0; i < kOther; i += kStep) {
-      const int query = block.first + tile * kOther + i;
+      const int query = block.position(from + tile * kOther + i);
       if (query + kStep - 1 < key) continue;
       key_step<DK, DV>(sums, tiles.own_k() + warp * 16 * pitch_of(DK), tiles.own_v() + warp * 16 * pitch_of(DV),
                        tiles.other_k(stage) + i * pitch_of(DK), tiles.other_v(stage) + i * pitch_of(DV),
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const Arguments a) {
   write_key_rows<DK, DV>(a, block, sums, key);
 }
 
-// The warp's 16 queries, whose first is `query`, against kStep keys from `key` on.
+// The warp's 16 queries, whose first stands at position `query`, against kStep keys from `key` on.
 template <int DK, int DV>
 __device__ void query_step(float (&dq)[DK / 8][4], const bf16* queries, const bf16* d_outputs, const bf16* keys,
                            const bf16* values, const RowTerms (&terms)[2], int query, int key, float scale_log2) {
@@ -195,18 +199,19 @@ __global__ void __launch_bounds__(kThreads, 1) query_kernel(const Arguments a) {
   extern __shared__ __align__(16) bf16 memory[];
   const Layout<DK, DV> tiles{memory};
   Block block;
-  if (!find_block<kOwn>(a, true, block)) return;
+  if (!find_block<kOwn, Side::queries>(a, block)) return;
   const Rows keys = key_rows(a, block), values = value_rows(a, block);
-  const int end = min(block.first + kOwn, block.length), count = (end + kOther - 1) / kOther;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query = block.first + warp * 16;
+  const int end = min(block.position(block.first + kOwn), block.keys), count = (end + kOther - 1) / kOther;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = block.first + warp * 16, query = block.position(row);  // the warp's first
   const auto load = [&](int tile) {
-    load_tile<kOther, DK>(tiles.other_k(tile % 2), keys, tile * kOther, block.length, a.whole);
-    load_tile<kOther, DV>(tiles.other_v(tile % 2), values, tile * kOther, block.length, a.whole);
+    load_tile<kOther, DK>(tiles.other_k(tile % 2), keys, tile * kOther, block.keys, a.whole);
+    load_tile<kOther, DV>(tiles.other_v(tile % 2), values, tile * kOther, block.keys, a.whole);
   };
-  load_tile<kOwn, DK>(tiles.own_k(), query_rows(a, block), block.first, block.length, a.whole);
-  load_tile<kOwn, DV>(tiles.own_v(), d_output_rows(a, block), block.first, block.length, a.whole);
+  load_tile<kOwn, DK>(tiles.own_k(), query_rows(a, block), block.first, block.queries, a.whole);
+  load_tile<kOwn, DV>(tiles.own_v(), d_output_rows(a, block), block.first, block.queries, a.whole);
   load(0);
-  const RowTerms terms[2] = {row_terms(a, block, query + lane / 4), row_terms(a, block, query + lane / 4 + 8)};
+  const RowTerms terms[2] = {row_terms(a, block, row + lane / 4), row_terms(a, block, row + lane / 4 + 8)};
   float dq[DK / 8][4] = {};
   for (int tile = 0; tile < count; ++tile) {
     wait_for_copies();
@@ -223,19 +228,19 @@ __global__ void __launch_bounds__(kThreads, 1) query_kernel(const Arguments a) {
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int own = query + lane / 4 + i * 8;
-    if (own >= block.length) continue;
-    bf16* row = a.dq + ((block.begin + own) * a.heads + block.head) * a.key_dim();
+    const int own = row + lane / 4 + i * 8;
+    if (own >= block.queries) continue;
+    bf16* to = a.dq + ((block.query_begin + own) * a.heads + block.head) * a.key_dim();
 #pragma unroll
     for (int n = 0; n < DK / 8; ++n) {
-      store_two(row, n * 8 + lane % 4 * 2, a.key_dim(), a.whole, dq[n][2 * i] * a.scale, dq[n][2 * i + 1] * a.scale);
+      store_two(to, n * 8 + lane % 4 * 2, a.key_dim(), a.whole, dq[n][2 * i] * a.scale, dq[n][2 * i + 1] * a.scale);
     }
   }
 }
 
 __global__ void __launch_bounds__(kThreads) add_heads(const Arguments a) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= a.tokens * a.rope_dim) return;
+  if (i >= a.key_tokens * a.rope_dim) return;
   const int64_t token = i / a.rope_dim, c = i % a.rope_dim;
   float sum = 0;
   for (int64_t h = 0; h < a.heads; ++h) sum += a.dk_shared_parts[(token * a.heads + h) * a.rope_dim + c];
@@ -254,11 +259,11 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& 
   a.whole = a.whole && eights(out.o, dout.o, grads.q, grads.kv);
   launch(delta_kernel, ceil_div(d.tokens * d.heads, kThreads / 16), kThreads, 0, stream)(a);
   choose_tiles(d, [&]<int DK, int DV>() {
-    const int64_t blocks = block_numbers<kOwn>(a) * d.heads, bytes = Layout<DK, DV>::kBytes;
-    launch(key_kernel<DK, DV>, blocks, kThreads, bytes, stream)(a);
-    launch(query_kernel<DK, DV>, blocks, kThreads, bytes, stream)(a);
+    constexpr int64_t kBytes = Layout<DK, DV>::kBytes;
+    launch(key_kernel<DK, DV>, block_numbers<kOwn, Side::keys>(a) * d.heads, kThreads, kBytes, stream)(a);
+    launch(query_kernel<DK, DV>, block_numbers<kOwn, Side::queries>(a) * d.heads, kThreads, kBytes, stream)(a);
   });
-  launch(add_heads, ceil_div(d.tokens * d.rope_dim, kThreads), kThreads, 0, stream)(a);
+  launch(add_heads, ceil_div(a.key_tokens * d.rope_dim, kThreads), kThreads, 0, stream)(a);
 }
 
 }  // namespace tessera::ops::mla::cuda

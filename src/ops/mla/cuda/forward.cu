@@ -43,7 +43,7 @@ __device__ float over_row(float x, bool maximum) {  // of the four threads that 
   return x;
 }
 
-// The warp's rows, whose first is query `row` of the document, against keys [key, key + kKeys).
+// The warp's rows, whose first stands at position `row` of the document, against keys [key, key + kKeys).
 template <int DK, int DV>
 __device__ void attend(Rows16<DV>& r, const Fragment (&q)[DK / 16], const bf16* keys, const bf16* values, int row,
                        int key, float scale_log2) {
@@ -104,9 +104,9 @@ __device__ void write_rows(const Arguments& a, const Block& block, Rows16<DV>& r
   for (int i = 0; i < 2; ++i) {
     const int own = row + lane / 4 + i * 8;
     const float sum = over_row(r.sum[i], false), inverse = 1 / sum;
-    if (own >= block.length) continue;
+    if (own >= block.queries) continue;
     top = fmaxf(top, r.maximum[i] * kLn2);
-    const int64_t at = (block.begin + own) * a.heads + block.head;
+    const int64_t at = (block.query_begin + own) * a.heads + block.head;
 #pragma unroll
     for (int n = 0; n < DV / 8; ++n) {
       store_two(a.o + at * a.value_dim, n * 8 + lane % 4 * 2, a.value_dim, a.whole, r.o[n][2 * i] * inverse,
@@ -124,15 +124,15 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Arguments a)
   extern __shared__ __align__(16) bf16 memory[];
   const Layout<DK, DV> tiles{memory};
   Block block;
-  if (!find_block<kQueries>(a, true, block)) return;
+  if (!find_block<kQueries, Side::queries>(a, block)) return;
   const Rows keys = key_rows(a, block), values = value_rows(a, block);
-  const int end = min(block.first + kQueries, block.length), count = (end + kKeys - 1) / kKeys;
-  const int row = block.first + threadIdx.x / 32 * 16;  // the warp's first
+  const int end = min(block.position(block.first + kQueries), block.keys), count = (end + kKeys - 1) / kKeys;
+  const int row = block.first + threadIdx.x / 32 * 16, position = block.position(row);  // the warp's first
   const auto load = [&](int tile) {
-    load_tile<kKeys, DK>(tiles.keys(tile % 2), keys, tile * kKeys, block.length, a.whole);
-    load_tile<kKeys, DV>(tiles.values(tile % 2), values, tile * kKeys, block.length, a.whole);
+    load_tile<kKeys, DK>(tiles.keys(tile % 2), keys, tile * kKeys, block.keys, a.whole);
+    load_tile<kKeys, DV>(tiles.values(tile % 2), values, tile * kKeys, block.keys, a.whole);
   };
-  load_tile<kQueries, DK>(tiles.queries(), query_rows(a, block), block.first, block.length, a.whole);
+  load_tile<kQueries, DK>(tiles.queries(), query_rows(a, block), block.first, block.queries, a.whole);
   load(0);
   wait_for_copies();
   __syncthreads();
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Arguments a)
       __syncthreads();  // all have this tile, and are done with the one that the next overwrites
     }
     if (tile + 1 < count) load(tile + 1);
-    if (tile * kKeys <= row + 15) {
-      attend<DK, DV>(r, q, tiles.keys(tile % 2), tiles.values(tile % 2), row, tile * kKeys, a.scale * kLog2e);
+    if (tile * kKeys <= position + 15) {
+      attend<DK, DV>(r, q, tiles.keys(tile % 2), tiles.values(tile % 2), position, tile * kKeys, a.scale * kLog2e);
     }
   }
   write_rows<DV>(a, block, r, row);
@@ -164,7 +164,8 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
   if (saved != nullptr) a.lse = saved->lse.gpu<float>();
   if (out.max_logit.present()) a.max_logit = out.max_logit.gpu<float>();
   choose_tiles(d, [&]<int DK, int DV>() {
-    launch(forward_kernel<DK, DV>, block_numbers<kQueries>(a) * d.heads, kThreads, Layout<DK, DV>::kBytes, stream)(a);
+    launch(forward_kernel<DK, DV>, block_numbers<kQueries, Side::queries>(a) * d.heads, kThreads,
+           Layout<DK, DV>::kBytes, stream)(a);
   });
 }
 

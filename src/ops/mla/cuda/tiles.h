@@ -1,8 +1,9 @@
 // What the kernels of the expanded form share: their arguments, the block of a document that a thread block works on,
 // and tiles of rows brought to shared memory.
 //
-// Blocks begin at a document's first token, so that a document's bits do not depend on what is packed beside it, and
-// rows past its end are zeros. Dims up to the template's (DK, DV) are legal: columns past them are zeros too.
+// Blocks begin at a document's first query or key, so that a document's bits do not depend on what is packed beside it,
+// and rows past its end are zeros. Query i of a document stands at position keys - queries + i among its keys. Dims up
+// to the template's (DK, DV) are legal: columns past them are zeros too.
 #pragma once
 
 #include "ops/mla/cuda.h"
@@ -15,11 +16,11 @@ constexpr int kThreads = 32 * kWarps;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Arguments {
-  int64_t documents, tokens, heads;
+  int64_t documents, tokens, key_tokens, heads;
   int nope_dim, rope_dim, value_dim;
   float scale;
   bool whole;  // rows may be read eight elements at a time and written two at a time
-  const int64_t* offsets = nullptr;
+  const int64_t *offsets = nullptr, *key_offsets = nullptr;
   const bf16 *q = nullptr, *kv = nullptr, *k_shared = nullptr;
   int64_t shared_stride = 0;
   bf16* o = nullptr;           // written by the forward
@@ -38,53 +39,61 @@ inline Arguments arguments(const Dims& d, const Inputs& in) {
   Arguments a{
       .documents = in.documents.count(),
       .tokens = d.tokens,
+      .key_tokens = in.key_documents.tokens(),
       .heads = d.heads,
       .nope_dim = static_cast<int>(d.nope_dim),
       .rope_dim = static_cast<int>(d.rope_dim),
       .value_dim = static_cast<int>(d.value_dim),
       .scale = static_cast<float>(d.logit_scale()),
       .whole = d.nope_dim % 8 == 0 && d.rope_dim % 8 == 0 && d.value_dim % 8 == 0 && eights(in.q, in.kv, in.k_shared)};
-  a.offsets = in.documents.gpu_offsets;
+  a.offsets = in.documents.gpu_offsets, a.key_offsets = in.key_documents.gpu_offsets;
   a.q = in.q.gpu<bf16>(), a.kv = in.kv.gpu<bf16>(), a.k_shared = in.k_shared.gpu<bf16>();
   a.shared_stride = in.k_shared.row_stride();
   return a;
 }
 
-// One block of kRows tokens of one document and head.
+// One block of kRows queries or keys of one document and head.
 struct Block {
-  int64_t begin;  // the document's first token
-  int length;     // tokens of the document
-  int first;      // of the block, in the document
+  int64_t query_begin, key_begin;  // the document's first of each
+  int queries, keys;               // of the document
+  int first;                       // of the block, among them
   int64_t head;
+
+  __device__ int position(int query) const { return keys - queries + query; }
 };
 
+enum class Side : uint8_t { queries, keys };  // what the blocks of a kernel are made of
+
 // Document n has the numbers offsets[n] / kRows + n and following: enough for its blocks, the rest idle. So the grid
-// follows from T and N alone.
-template <int kRows>
-int64_t block_numbers(const Arguments& a) {
-  return a.tokens / kRows + a.documents;
+// follows from T (or Tk) and N alone.
+template <int kRows, Side kSide>
+__host__ __device__ int64_t block_numbers(const Arguments& a) {
+  return (kSide == Side::queries ? a.tokens : a.key_tokens) / kRows + a.documents;
 }
 
-// False for an idle number. Blocks of one head follow each other: its keys and values stay in the L2 cache.
-// `backwards`: the last blocks of the documents first.
-template <int kRows>
-__device__ bool find_block(const Arguments& a, bool backwards, Block& block) {
-  const int64_t numbers = a.tokens / kRows + a.documents;
+// False for an idle number. Blocks of one head follow each other: its keys and values stay in the L2 cache. Those of
+// queries from the last of the documents on: they have the most keys.
+template <int kRows, Side kSide>
+__device__ bool find_block(const Arguments& a, Block& block) {
+  constexpr bool backwards = kSide == Side::queries;
+  const int64_t* offsets = kSide == Side::queries ? a.offsets : a.key_offsets;
+  const int64_t numbers = block_numbers<kRows, kSide>(a);
   const int64_t in_head = blockIdx.x % numbers, number = backwards ? numbers - 1 - in_head : in_head;
   int64_t low = 0, high = a.documents - 1;  // the last document with a first number up to this one
   while (low < high) {
     const int64_t middle = (low + high + 1) / 2;
-    if (a.offsets[middle] / kRows + middle <= number) {
+    if (offsets[middle] / kRows + middle <= number) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  block.begin = a.offsets[low];
-  block.length = static_cast<int>(a.offsets[low + 1] - block.begin);
-  block.first = static_cast<int>((number - block.begin / kRows - low) * kRows);
+  block.query_begin = a.offsets[low], block.key_begin = a.key_offsets[low];
+  block.queries = static_cast<int>(a.offsets[low + 1] - block.query_begin);
+  block.keys = static_cast<int>(a.key_offsets[low + 1] - block.key_begin);
+  block.first = static_cast<int>((number - offsets[low] / kRows - low) * kRows);
   block.head = blockIdx.x / numbers;
-  return block.first < block.length;
+  return block.first < (kSide == Side::queries ? block.queries : block.keys);
 }
 
 // Rows of one document and head in global memory: columns [0, first) at `a`, then [0, second) at `b`.
@@ -98,21 +107,21 @@ struct Rows {
 };
 __device__ inline Rows query_rows(const Arguments& a, const Block& block) {
   const int64_t width = a.key_dim();
-  return {a.q + (block.begin * a.heads + block.head) * width, a.heads * width, static_cast<int>(width)};
+  return {a.q + (block.query_begin * a.heads + block.head) * width, a.heads * width, static_cast<int>(width)};
 }
 __device__ inline Rows key_rows(const Arguments& a, const Block& block) {
-  return {a.kv + (block.begin * a.heads + block.head) * a.kv_dim(),
+  return {a.kv + (block.key_begin * a.heads + block.head) * a.kv_dim(),
           a.heads * a.kv_dim(),
           a.nope_dim,
-          a.k_shared + block.begin * a.shared_stride,
+          a.k_shared + block.key_begin * a.shared_stride,
           a.shared_stride,
           a.rope_dim};
 }
 __device__ inline Rows value_rows(const Arguments& a, const Block& block) {
-  return {a.kv + (block.begin * a.heads + block.head) * a.kv_dim() + a.nope_dim, a.heads * a.kv_dim(), a.value_dim};
+  return {a.kv + (block.key_begin * a.heads + block.head) * a.kv_dim() + a.nope_dim, a.heads * a.kv_dim(), a.value_dim};
 }
 __device__ inline Rows d_output_rows(const Arguments& a, const Block& block) {
-  return {a.d_o + (block.begin * a.heads + block.head) * a.value_dim, a.heads * a.value_dim, a.value_dim};
+  return {a.d_o + (block.query_begin * a.heads + block.head) * a.value_dim, a.heads * a.value_dim, a.value_dim};
 }
 
 __device__ inline void copy_async(bf16* shared, const bf16* global, bool valid) {  // 16 bytes, zeros if not valid
