@@ -1,5 +1,6 @@
 #include "model/kda_layer.h"
 
+#include "model/kda_context.h"
 #include "ops/short_conv/op.h"
 #include "ops/sigmoid_gate/op.h"
 
@@ -34,9 +35,10 @@ View as_head_rows(const LayerContext& lc, const View& v) {  // (T, G) -> (T H, K
 }
 View conv_weight(const LayerContext& lc, const View& v) { return v.reshaped({inner(lc), lc.config.kda.conv_width}); }
 
-void convolve(const LayerContext& lc, const View& x, ParamId weight, const View& y, const View* window) {
-  const View w = window != nullptr ? *window : View();
-  ops::short_conv::forward(lc.ctx, conv_dims(lc), {x, conv_weight(lc, lc.weights[weight]), w, lc.documents}, {y, w});
+void convolve(const LayerContext& lc, const View& x, ParamId weight, const View& y, const View& initial_window,
+              const View& final_window) {
+  ops::short_conv::forward(lc.ctx, conv_dims(lc),
+                           {x, conv_weight(lc, lc.weights[weight]), initial_window, lc.documents}, {y, final_window});
 }
 
 ops::kda::Inputs kda_inputs(const LayerContext& lc, const KdaParams& p, const Saved& s) {
@@ -48,7 +50,7 @@ ops::kda::Inputs kda_inputs(const LayerContext& lc, const KdaParams& p, const Sa
           s.beta_logit,
           lc.weights[p.a_log],
           lc.weights[p.dt_bias].reshaped({k.heads, k.head_dim}),
-          View(),
+          s.initial_state,
           lc.documents};
 }
 
@@ -81,6 +83,7 @@ Saved allocate_saved(const LayerContext& lc, bool training) {
   s.q_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
   s.k_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
   s.o_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
+  if (crosses(lc)) s.transition = lc.ctx.arena.allocate_zeroed(exact_type(lc.dtype), {k.heads, k.head_dim, k.head_dim});
   if (training) s.kda = ops::kda::allocate_saved(lc.ctx, kda_dims(lc), lc.documents, lc.dtype);
   return s;
 }
@@ -90,9 +93,15 @@ void forward(const LayerContext& lc, const KdaParams& p, const View& x, const Vi
   project(lc, x, p.q_proj, s.q_in);
   project(lc, x, p.k_proj, s.k_in);
   project(lc, x, p.v_proj, s.v_in);
-  convolve(lc, s.q_in, p.q_conv, s.q, cache != nullptr ? &cache->q_window : nullptr);
-  convolve(lc, s.k_in, p.k_conv, s.k, cache != nullptr ? &cache->k_window : nullptr);
-  convolve(lc, s.v_in, p.v_conv, s.v, cache != nullptr ? &cache->v_window : nullptr);
+  const auto window = [&](const View& in, const View Cache::*cached) {
+    return cache != nullptr ? cache->*cached : window_from_left(lc, in, lc.config.kda.conv_width);
+  };
+  s.q_window = window(s.q_in, &Cache::q_window);
+  s.k_window = window(s.k_in, &Cache::k_window);
+  s.v_window = window(s.v_in, &Cache::v_window);
+  convolve(lc, s.q_in, p.q_conv, s.q, s.q_window, cache != nullptr ? s.q_window : View());
+  convolve(lc, s.k_in, p.k_conv, s.k, s.k_window, cache != nullptr ? s.k_window : View());
+  convolve(lc, s.v_in, p.v_conv, s.v, s.v_window, cache != nullptr ? s.v_window : View());
   const View q_rows = as_head_rows(lc, s.q), k_rows = as_head_rows(lc, s.k);
   ops::l2_norm::forward(lc.ctx, l2_dims(lc), {q_rows}, {q_rows}, &s.q_norm);
   ops::l2_norm::forward(lc.ctx, l2_dims(lc), {k_rows}, {k_rows}, &s.k_norm);
@@ -110,6 +119,7 @@ void forward(const LayerContext& lc, const KdaParams& p, const View& x, const Vi
   ops::kda::Inputs in = kda_inputs(lc, p, s);
   const View o = as_heads(lc, s.o);
   if (cache == nullptr) {
+    in.initial_state = s.initial_state = entering_state(lc, kda_dims(lc), in, s.transition);
     ops::kda::forward(lc.ctx, kda_dims(lc), in, {o, View()}, training ? &s.kda : nullptr);
   } else if (lc.tokens == lc.documents.count()) {
     ops::kda::step(lc.ctx, kda_dims(lc), in, cache->state, o);
@@ -158,7 +168,9 @@ void backward(const LayerContext& lc, const KdaParams& p, const View& x, const S
   grads.beta_logit = dbeta;
   grads.a_log = lc.weights.d(p.a_log);
   grads.dt_bias = lc.weights.d(p.dt_bias).reshaped({lc.config.kda.heads, lc.config.kda.head_dim});
-  ops::kda::backward(lc.ctx, kda_dims(lc), kda_inputs(lc, p, s), s.kda, {as_heads(lc, d_o), View()}, grads);
+  const ops::kda::Inputs in = kda_inputs(lc, p, s);
+  const View d_state = leaving_gradient(lc, kda_dims(lc), in, s.kda, as_heads(lc, d_o), s.transition);
+  ops::kda::backward(lc.ctx, kda_dims(lc), in, s.kda, {as_heads(lc, d_o), d_state}, grads);
 
   project_backward(lc, x, p.b_proj, dbeta, dx, Into::add);
   const View dlatent = lc.allocate({lc.tokens, lc.config.kda.gate_rank});
@@ -169,14 +181,17 @@ void backward(const LayerContext& lc, const KdaParams& p, const View& x, const S
   ops::l2_norm::backward(lc.ctx, l2_dims(lc), {as_head_rows(lc, s.q)}, s.q_norm, {dq_rows}, {dq_rows});
   ops::l2_norm::backward(lc.ctx, l2_dims(lc), {as_head_rows(lc, s.k)}, s.k_norm, {dk_rows}, {dk_rows});
   const View d_in = d_o;  // spent
-  const auto stream = [&](const View& in, ParamId conv, const View& d_out, ParamId proj) {
-    ops::short_conv::backward(lc.ctx, conv_dims(lc), {in, conv_weight(lc, lc.weights[conv]), View(), lc.documents},
-                              {d_out}, {d_in, conv_weight(lc, lc.weights.d(conv)), View()});
+  const auto stream = [&](const View& x_in, ParamId conv, const View& window, const View& d_out, ParamId proj) {
+    Arena::Scope one(lc.ctx.arena);
+    const View dwindow = window.present() ? lc.allocate(window.shape()) : View();
+    ops::short_conv::backward(lc.ctx, conv_dims(lc), {x_in, conv_weight(lc, lc.weights[conv]), window, lc.documents},
+                              {d_out}, {d_in, conv_weight(lc, lc.weights.d(conv)), dwindow});
+    if (window.present()) window_gradient_to_left(lc, dwindow, d_in);
     project_backward(lc, x, proj, d_in, dx, Into::add);
   };
-  stream(s.q_in, p.q_conv, dq, p.q_proj);
-  stream(s.k_in, p.k_conv, dk, p.k_proj);
-  stream(s.v_in, p.v_conv, dv, p.v_proj);
+  stream(s.q_in, p.q_conv, s.q_window, dq, p.q_proj);
+  stream(s.k_in, p.k_conv, s.k_window, dk, p.k_proj);
+  stream(s.v_in, p.v_conv, s.v_window, dv, p.v_proj);
 }
 
 }  // namespace tessera::model::kda_layer

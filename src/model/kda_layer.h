@@ -17,7 +17,10 @@ struct Saved {            // G = H K, R = gate rank
   View beta_logit;         // (T, H)
   View gate_latent, gate;  // (T, R) with a low-rank output gate; (T, G)
   ops::kda::Saved kda;
-  View o;  // (T, G)
+  // Where a document crosses from process to process (kda_context.h), else absent:
+  View q_window, k_window, v_window;  // (N, W-1, G)
+  View initial_state, transition;     // (1, H, V, K), (H, K, K)
+  View o;                             // (T, G)
   ops::rms_norm::Saved o_norm;
 };
 

@@ -6,6 +6,7 @@
 
 #include "core/documents.h"
 #include "dist/mesh.h"
+#include "model/context_shard.h"
 #include "model/parameters.h"
 #include "ops/linear/op.h"
 
@@ -18,8 +19,9 @@ struct LayerContext {
   Documents documents;
   int64_t tokens;  // T
   DType dtype;
-  dist::Mesh* mesh = nullptr;   // null: this process alone
-  double expert_imbalance = 0;  // ModelOptions
+  dist::Mesh* mesh = nullptr;           // null: this process alone
+  double expert_imbalance = 0;          // ModelOptions
+  const ContextShard* shard = nullptr;  // of the micro-batch whose tokens are cut among processes; null: it is whole
 
   View allocate(Shape shape) const { return ctx.arena.allocate(dtype, shape); }
   View allocate_exact(Shape shape) const { return ctx.arena.allocate(exact_type(dtype), shape); }

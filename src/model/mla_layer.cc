@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "model/mla_context.h"
 #include "ops/sigmoid_gate/op.h"
 
 namespace tessera::model::mla_layer {
@@ -22,7 +23,7 @@ View q_heads(const LayerContext& lc, const View& q) {
 }
 View kv_heads(const LayerContext& lc, const View& kv) {
   const auto& m = lc.config.mla;
-  return kv.reshaped({lc.tokens, m.heads, m.nope_dim + m.value_dim});
+  return kv.reshaped({kv.dim(0), m.heads, m.nope_dim + m.value_dim});
 }
 View o_heads(const LayerContext& lc, const View& o) {
   return o.reshaped({lc.tokens, lc.config.mla.heads, lc.config.mla.value_dim});
@@ -31,8 +32,24 @@ View latent_part(const LayerContext& lc, const View& kv_in) { return kv_in.colum
 View shared_key(const LayerContext& lc, const View& kv_in) {
   return kv_in.column_range(lc.config.mla.kv_rank, lc.config.mla.rope_dim);
 }
+// Normalised latents of the key rows.
+View key_latents(const LayerContext& lc, const Saved& s) { return s.keys.present() ? latent_part(lc, s.keys) : s.c; }
 ops::mla::Inputs attention_inputs(const LayerContext& lc, const Saved& s) {
-  return {q_heads(lc, s.q), kv_heads(lc, s.kv), shared_key(lc, s.kv_in), lc.documents};
+  return {q_heads(lc, s.q), kv_heads(lc, s.kv), shared_key(lc, s.keys.present() ? s.keys : s.kv_in), lc.documents,
+          key_documents(lc)};
+}
+// Of the projection that makes keys and values of latents.
+ops::linear::Dims expansion_dims(const LayerContext& lc, const MlaParams& p, int64_t rows) {
+  const Shape& shape = lc.weights[p.kv_b].shape();
+  return {rows, shape[1], shape[0]};
+}
+
+void gather_own_keys(const LayerContext& lc, const Saved& s) {
+  Arena::Scope scope(lc.ctx.arena);
+  const View own = lc.allocate(s.kv_in.shape());
+  copy(s.c, latent_part(lc, own));
+  copy(shared_key(lc, s.kv_in), shared_key(lc, own));
+  gather_keys(lc, own, s.keys);
 }
 
 // Appends this call's latents to the caches of their sequences.
@@ -80,7 +97,8 @@ Saved allocate_saved(const LayerContext& lc) {
   s.kv_in = lc.allocate({lc.tokens, m.kv_rank + m.rope_dim});
   s.c = lc.allocate({lc.tokens, m.kv_rank});
   s.c_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.kv_rank), lc.dtype);
-  s.kv = lc.allocate({lc.tokens, m.heads * (m.nope_dim + m.value_dim)});
+  if (lc.shard != nullptr) s.keys = lc.allocate({key_rows(lc), m.kv_rank + m.rope_dim});
+  s.kv = lc.allocate({key_rows(lc), m.heads * (m.nope_dim + m.value_dim)});
   s.attention = ops::mla::allocate_saved(lc.ctx, mla_dims(lc), lc.dtype);
   s.o = lc.allocate({lc.tokens, out_width(lc)});
   if (m.output_gate) s.gate = lc.allocate({lc.tokens, out_width(lc)});
@@ -104,7 +122,9 @@ void forward(const LayerContext& lc, const MlaParams& p, const View& x, const Vi
   const bool first_call = cache == nullptr || std::ranges::all_of(cache->length, [](int64_t n) { return n == 0; });
   if (cache != nullptr) append(lc, s, *cache);
   if (first_call) {
-    project(lc, s.c, p.kv_b, s.kv);
+    if (s.keys.present()) gather_own_keys(lc, s);
+    ops::linear::forward(lc.ctx, expansion_dims(lc, p, s.kv.dim(0)), {key_latents(lc, s), lc.weights[p.kv_b]}, {s.kv});
+    Arena::Scope scope(lc.ctx.arena);
     ops::mla::forward(lc.ctx, mla_dims(lc), attention_inputs(lc, s), {o_heads(lc, s.o), max_logit}, &s.attention);
   } else {
     TESSERA_CHECK(lc.tokens == lc.documents.count(), "{} tokens for {} sequences: decode takes one token each",
@@ -139,11 +159,14 @@ void backward(const LayerContext& lc, const MlaParams& p, const View& x, const S
   }
 
   const View dq = lc.allocate(s.q.shape()), dkv = lc.allocate(s.kv.shape()), dkv_in = lc.allocate(s.kv_in.shape());
+  const View dkeys = s.keys.present() ? lc.allocate(s.keys.shape()) : dkv_in;
   ops::mla::backward(lc.ctx, mla_dims(lc), attention_inputs(lc, s), {o_heads(lc, s.o), View()}, s.attention,
-                     {o_heads(lc, d_o)}, {q_heads(lc, dq), kv_heads(lc, dkv), shared_key(lc, dkv_in)});
+                     {o_heads(lc, d_o)}, {q_heads(lc, dq), kv_heads(lc, dkv), shared_key(lc, dkeys)});
 
   const View dc = latent_part(lc, dkv_in);
-  project_backward(lc, s.c, p.kv_b, dkv, dc, Into::overwrite);
+  ops::linear::backward(lc.ctx, expansion_dims(lc, p, dkv.dim(0)), {key_latents(lc, s), lc.weights[p.kv_b]}, {dkv},
+                        {latent_part(lc, dkeys), false, lc.weights.d(p.kv_b)});
+  if (s.keys.present()) return_key_gradients(lc, dkeys, dkv_in);
   ops::rms_norm::backward(lc.ctx, norm_dims(lc, m.kv_rank), {latent_part(lc, s.kv_in), lc.weights[p.kv_a_norm]},
                           s.c_norm, {dc}, {dc, lc.weights.d(p.kv_a_norm)});
   project_backward(lc, x, p.kv_a, dkv_in, dx, into);

@@ -17,7 +17,8 @@ struct Saved {
   View kv_in;  // (T, r + d_p): latent before its norm, then the shared key
   View c;      // (T, r): latent after its norm
   ops::rms_norm::Saved c_norm;
-  View kv;  // (T, H (d_n + d_v))
+  View keys;  // (Tk, r + d_p): c and shared key of all key rows, where tokens are cut among processes; else absent
+  View kv;    // (Tk, H (d_n + d_v)); Tk = T but there
   ops::mla::Saved attention;
   View o, gate;  // (T, H d_v); gate absent without one
 };

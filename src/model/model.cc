@@ -38,8 +38,16 @@ Model::Model(ModelConfig config, ModelOptions options)
   options_.recompute.resize(static_cast<size_t>(config_.layers), false);
 }
 
-LayerContext Model::layer_context(Context& ctx, const Weights& w, const Documents& documents, int64_t tokens) const {
-  return {ctx, config_, w, documents, tokens, w.value.front().dtype(), options_.mesh, options_.expert_imbalance};
+LayerContext Model::layer_context(Context& ctx, const Weights& w, const Batch& batch) const {
+  return {.ctx = ctx,
+          .config = config_,
+          .weights = w,
+          .documents = batch.documents,
+          .tokens = batch.ids.elements(),
+          .dtype = w.value.front().dtype(),
+          .mesh = options_.mesh,
+          .expert_imbalance = options_.expert_imbalance,
+          .shard = batch.shard.get()};
 }
 
 int64_t Model::moe_layers() const {
@@ -189,7 +197,7 @@ void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals
 void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch, double scale, const View& loss,
                              StepRecord* record) const {
   const int64_t tokens = batch.ids.elements(), last = sublayers();
-  const LayerContext lc = layer_context(ctx, w, batch.documents, tokens);
+  const LayerContext lc = layer_context(ctx, w, batch);
   const Shape row{tokens, config_.width};
   Arena::Scope step(ctx.arena);
 
@@ -271,7 +279,7 @@ void Model::inference_stream(const LayerContext& lc, const View& ids, StepRecord
 
 void Model::evaluate(Context& ctx, const Weights& w, const Batch& batch, const View& loss, StepRecord* record) const {
   const int64_t tokens = batch.ids.elements();
-  const LayerContext lc = layer_context(ctx, w, batch.documents, tokens);
+  const LayerContext lc = layer_context(ctx, w, batch);
   Arena::Scope scope(ctx.arena);
   const View x = lc.allocate({tokens, config_.width});
   inference_stream(lc, batch.ids, record, nullptr, x);
@@ -293,7 +301,7 @@ Caches Model::allocate_caches(Arena& arena, int64_t sequences, int64_t capacity,
 
 void Model::hidden(Context& ctx, const Weights& w, const View& ids, const Documents& documents, Caches* caches,
                    const View& out) const {
-  inference_stream(layer_context(ctx, w, documents, ids.elements()), ids, nullptr, caches, out);
+  inference_stream(layer_context(ctx, w, {ids, View(), documents}), ids, nullptr, caches, out);
 }
 
 void Model::logits(Context& ctx, const Weights& w, const View& hidden, const View& out) const {

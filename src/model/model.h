@@ -8,6 +8,7 @@
 // Every P is kept until its backward; what a sublayer saves beyond it is dropped and recomputed where its layer asks.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "dist/mesh.h"
@@ -22,6 +23,7 @@ struct Batch {
   View ids;      // (T) i32, in the memory of the device, as everything here
   View targets;  // (T) i32; -1: no loss
   Documents documents;
+  std::shared_ptr<const ContextShard> shard = nullptr;  // the tokens are one process's part; null: all
 };
 
 // How the router of one MoE layer is trained. The collapse guard may change it between steps.
@@ -85,7 +87,7 @@ class Model {
   struct SublayerSaved;
   using Residuals = std::vector<View>;  // P before sublayer s; the last entry is P after the last sublayer
 
-  LayerContext layer_context(Context&, const Weights&, const Documents&, int64_t tokens) const;
+  LayerContext layer_context(Context&, const Weights&, const Batch&) const;
   int64_t sublayers() const { return 2 * config_.layers; }
   bool starts_block(int64_t s) const;                            // P is closed as a block before sublayer s
   std::vector<View> sources(const Residuals&, int64_t s) const;  // what sublayer s reads: blocks, then P

@@ -62,6 +62,27 @@ View host_view(const std::vector<int32_t>& v) {
   return View(const_cast<int32_t*>(v.data()), DType::i32, {static_cast<int64_t>(v.size())});
 }
 
+// The tokens of a batch that this process evaluates: all, or its part along the context axis.
+struct Part {
+  model::Batch batch;
+  int64_t begin = 0;
+  View loss;
+};
+Part place(Context& ctx, dist::Mesh* mesh, std::span<const int64_t> offsets) {
+  Part part;
+  if (mesh != nullptr && !mesh->context.alone()) {
+    part.batch.shard = std::make_shared<const model::ContextShard>(mesh->context, offsets);
+    part.begin = part.batch.shard->begin(mesh->context.rank());
+    offsets = part.batch.shard->offsets();
+  }
+  const int64_t tokens = offsets.back();
+  part.batch.ids = ctx.arena.allocate(DType::i32, {tokens});
+  part.batch.targets = ctx.arena.allocate(DType::i32, {tokens});
+  part.loss = ctx.arena.allocate(DType::f32, {tokens});
+  part.batch.documents = place_documents(ctx, offsets);
+  return part;
+}
+
 EvalReport::Routing audit(const model::Model& model, const std::vector<ops::router::Counters>& counters) {
   EvalReport::Routing routing;
   const model::ModelConfig& c = model.config();
@@ -118,14 +139,15 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
     const data::Batch batch = b + turn < set.count() ? set.batch(b + turn) : data::Batch{};
     const int64_t tokens = static_cast<int64_t>(batch.ids.size());
     Arena::Scope one(ctx.arena);
-    const View ids = ctx.arena.allocate(DType::i32, {tokens}), targets = ctx.arena.allocate(DType::i32, {tokens});
-    const View loss = ctx.arena.allocate(DType::f32, {tokens});
-    copy(host_view(batch.ids), ids);
-    copy(host_view(batch.targets), targets);
-    model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, batch.offsets)}, loss, &record);
+    const Part part = place(ctx, mesh, batch.offsets);
+    copy(host_view(batch.ids).row_range(part.begin, part.batch.ids.rows()), part.batch.ids);
+    copy(host_view(batch.targets).row_range(part.begin, part.batch.ids.rows()), part.batch.targets);
+    model.evaluate(ctx, weights, part.batch, part.loss, &record);
     std::vector<float> losses(batch.ids.size());
-    copy(loss, View(losses.data(), DType::f32, loss.shape()));
-    add_losses(batch, losses.data(), buckets, report);
+    const View all(losses.data(), DType::f32, {tokens});
+    copy(part.loss, all.row_range(part.begin, part.loss.rows()));
+    if (mesh != nullptr) mesh->context.all_gather(all);
+    if (mesh == nullptr || mesh->context.rank() == 0) add_losses(batch, losses.data(), buckets, report);
     if (progress) progress(std::min(b + turns, set.count()), set.count());
   }
   if (mesh != nullptr) {
@@ -155,10 +177,8 @@ int64_t evaluation_bytes(const model::Model& evaluated, std::span<const int64_t>
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);
   const int64_t base = dry.used();
   model::StepRecord record = model.allocate_record(dry, DType::f32, kCountLoads);
-  const int64_t tokens = offsets.back();
-  const View ids = dry.allocate(DType::i32, {tokens}), targets = dry.allocate(DType::i32, {tokens});
-  const View loss = dry.allocate(DType::f32, {tokens});
-  model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, offsets)}, loss, &record);
+  const Part part = place(ctx, mesh.get(), offsets);
+  model.evaluate(ctx, weights, part.batch, part.loss, &record);
   return dry.peak() - base;
 }
 

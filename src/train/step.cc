@@ -76,14 +76,27 @@ static void upload(const void* host, DType dtype, const View& to) {
 
 model::Batch Stepper::place(Context& ctx, const int32_t* ids, const int32_t* targets,
                             std::span<const int64_t> offsets) const {
+  dist::Mesh* mesh = model_.mesh();
+  if (mesh == nullptr || mesh->context.alone()) return place_tokens(ctx, ids, targets, offsets);
+  const auto shard = std::make_shared<const model::ContextShard>(mesh->context, offsets);
+  const int64_t begin = shard->begin(shard->rank());
+  model::Batch own = place_tokens(ctx, ids != nullptr ? ids + begin : ids,
+                                  targets != nullptr ? targets + begin : targets, shard->offsets());
+  own.shard = shard;
+  return own;
+}
+
+model::Batch Stepper::place_tokens(Context& ctx, const int32_t* ids, const int32_t* targets,
+                                   std::span<const int64_t> offsets) const {
   const int64_t tokens = offsets.back();
-  const model::Batch batch{ids_.row_range(0, tokens), targets_.row_range(0, tokens), {offsets}};
+  model::Batch batch{ids_.row_range(0, tokens), targets_.row_range(0, tokens), {offsets}};
   upload(ids, DType::i32, batch.ids);
   upload(targets, DType::i32, batch.targets);
   if (ctx.device != Device::cuda) return batch;
   const View on_gpu = offsets_.row_range(0, static_cast<int64_t>(offsets.size()));
   upload(offsets.data(), DType::i64, on_gpu);
-  return {batch.ids, batch.targets, {offsets, on_gpu.gpu<int64_t>()}};
+  batch.documents.gpu_offsets = on_gpu.gpu<int64_t>();
+  return batch;
 }
 
 double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens) {

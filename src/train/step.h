@@ -57,8 +57,8 @@ class Stepper {
   const std::vector<model::RouterOptions>& routers() const { return record_.routers; }
   int64_t static_bytes() const { return static_bytes_; }
 
-  // One micro-batch of at most `micro_tokens` in the buffers of the device. `offsets` must outlive it; ids and targets
-  // may be null on dry.
+  // One micro-batch of at most `micro_tokens` in the buffers of the device, or this process's part of it where its
+  // tokens are cut along the context axis. `offsets` must outlive it; ids and targets may be null on dry.
   model::Batch place(Context& ctx, const int32_t* ids, const int32_t* targets, std::span<const int64_t> offsets) const;
 
   // What this process keeps of everything a checkpoint holds, under published names; optimizer state as
@@ -70,6 +70,8 @@ class Stepper {
 
  private:
   std::vector<Ownership::Shared> slots(const RunConfig& run) const;
+  model::Batch place_tokens(Context& ctx, const int32_t* ids, const int32_t* targets,
+                            std::span<const int64_t> offsets) const;
   optim::StepReport update(Context& ctx, double learning_rate, int64_t step);
   std::vector<Piece> optimizer_pieces() const;
   std::vector<int64_t> blind_routers() const;

@@ -283,6 +283,7 @@ StepRow Trainer::take_step() {
     tokens += static_cast<int64_t>(batches.back().ids.size());
     bytes += batches.back().text_bytes;
   }
+  if (mesh != nullptr && mesh->context.rank() > 0) counts = {};  // the first along the context axis counts for all
   sum_over_replicas(mesh, counts);
   double loss = 0;
   for (const data::Batch& batch : batches) {
