@@ -189,7 +189,7 @@ std::vector<check::Case> cuda_shard_cases() {
   }
   const int64_t piece = cuda::kSegment * cuda::kChunk;
   maps.push_back(long_memory(4 * piece + 200, 2, 32, Gate::bounded));
-  maps.push_back(long_memory(2 * piece + 130, 1, 128, Gate::unbounded));
+  maps.push_back(long_memory(2 * piece + 130, 1, 64, Gate::unbounded));
   const Problem p = long_memory(5 * piece + 300, 2, 64, Gate::bounded);
   cases.push_back(make_sharded_case(p, {0, 100, 3 * piece, p.dims.tokens}));
   for (const check::Case& c : map_cases(maps)) cases.push_back(c);

@@ -70,7 +70,8 @@ void backward(Context&, const Dims&, const Inputs&, const Saved&, const OutputGr
 //
 //   S1 = S T + X        dS = dS1 T^T + dX        X, dX: the results of S = 0 and of dS1 = 0
 //
-// so ranks exchange maps, and each folds those of the parts before its own (dS: after) into the state it begins from.
+// so ranks exchange maps (docs/kda.md), and each folds those of the parts before its own (dS: after) into the state it
+// begins from.
 struct StateMap {
   View transition;  // (HV, K, K), row r, column c: what channel c after the part has of channel r before it
   View offset;      // (HV, V, K): X or dX

@@ -30,26 +30,34 @@ void run(const Dims& d, const Documents& documents, const check::Run& r) {
   backward(r.context, d, in, {r.d_outputs[0]}, {r.d_inputs[0], r.d_inputs[1], window ? r.d_inputs[2] : View()});
 }
 
-std::vector<Tensor> inputs(const Dims& d, int64_t documents, bool window, double scale) {
+// `windows`: of how many documents; 0: of none.
+std::vector<Tensor> inputs(const Dims& d, int64_t windows, double scale) {
   std::vector<Tensor> in{check::random_tensor("x", {d.tokens, d.channels}, scale),
                          check::random_tensor("weight", {d.channels, d.width}, 0.5, GradientRule::add)};
   in[1].exact = true;
-  if (window) in.push_back(check::random_tensor("initial_window", {documents, d.width - 1, d.channels}, scale));
+  if (windows > 0) in.push_back(check::random_tensor("initial_window", {windows, d.width - 1, d.channels}, scale));
   return in;
 }
 
-check::Case make_case(int64_t channels, int64_t width, const std::vector<int64_t>& lengths, bool window,
+enum class Window : uint8_t { none, first, all };
+
+check::Case make_case(int64_t channels, int64_t width, const std::vector<int64_t>& lengths, Window window,
                       double scale = 1.0) {
   const std::vector<int64_t> offsets = offsets_of(lengths);
   const Dims d{offsets.back(), channels, width};
   const auto n = static_cast<int64_t>(lengths.size());
+  const int64_t windows = window == Window::none ? 0 : window == Window::first ? 1 : n;
   return {.name = fmt::format("documents {} G {} W {}{} scale {}", fmt::join(lengths, "+"), channels, width,
-                              window ? " window" : "", scale),
-          .inputs = [=] { return inputs(d, n, window, scale); },
+                              windows == 0   ? ""
+                              : windows == n ? " window"
+                                             : " window of the first",
+                              scale),
+          .inputs = [=] { return inputs(d, windows, scale); },
           .reference =
               [=](const std::vector<Tensor>& in) {
-                auto result = reference::forward(channels, width, offsets, in[0].values, in[1].values,
-                                                 window ? in[2].values : std::vector<double>{});
+                std::vector<double> before(size_t(n * (width - 1) * channels));
+                if (windows > 0) std::copy(in[2].values.begin(), in[2].values.end(), before.begin());
+                auto result = reference::forward(channels, width, offsets, in[0].values, in[1].values, before);
                 return std::vector<Tensor>{
                     {"y", {d.tokens, channels}, std::move(result.y)},
                     {"final_window", {n, width - 1, channels}, std::move(result.final_window), GradientRule::none}};
@@ -59,7 +67,7 @@ check::Case make_case(int64_t channels, int64_t width, const std::vector<int64_t
 
 check::SpeedCase make_speed(Dims d) {
   return {.name = fmt::format("T {} G {} W {}", d.tokens, d.channels, d.width),
-          .inputs = [=] { return inputs(d, 1, false, 1.0); },
+          .inputs = [=] { return inputs(d, 0, 1.0); },
           .output_shapes = {{d.tokens, d.channels}},
           .run =
               [=](const check::Run& r) {
@@ -80,7 +88,7 @@ Result split_equals_whole() {
     std::transform(t.values.begin(), t.values.end(), v.as<float>(), [](double x) { return float(x); });
     return v;
   };
-  const std::vector<Tensor> in = inputs(d, 1, true, 1.0);
+  const std::vector<Tensor> in = inputs(d, 1, 1.0);
   const View x = view(in[0]), weight = view(in[1]), start = view(in[2]);
   const View whole = arena.allocate(DType::f32, {d.tokens, d.channels}), y = arena.allocate(DType::f32, whole.shape());
   const View last = arena.allocate(DType::f32, start.shape()), window = arena.allocate(DType::f32, start.shape());
@@ -111,17 +119,20 @@ const check::OpTable& table() {
   // channels are more than a tile.
   static const check::OpTable t{
       .op = "short_conv",
-      .cases = {make_case(8, 4, {0}, false), make_case(8, 4, {0}, true), make_case(3, 4, {1}, true),
-                make_case(17, 4, {1}, false), make_case(16, 4, {0, 1, 2, 3, 0, 4, 5, 17, 0}, true),
-                make_case(16, 4, {5, 0, 1, 1, 1, 2, 9}, false), make_case(33, 4, {64, 65, 1}, true),
-                make_case(64, 4, {1, 1, 1, 1, 1}, true), make_case(5, 2, {3, 1, 7}, true),
-                make_case(5, 1, {3, 0, 4}, true), make_case(4, 8, {20, 3, 7, 8}, true),
-                make_case(67, 4, {6, 1, 40}, true), make_case(6, 3, {19}, true, 30.0)},
+      .cases = {make_case(8, 4, {0}, Window::none), make_case(8, 4, {0}, Window::all),
+                make_case(3, 4, {1}, Window::all), make_case(17, 4, {1}, Window::none),
+                make_case(16, 4, {0, 1, 2, 3, 0, 4, 5, 17, 0}, Window::all),
+                make_case(16, 4, {5, 0, 1, 1, 1, 2, 9}, Window::none), make_case(33, 4, {64, 65, 1}, Window::all),
+                make_case(64, 4, {1, 1, 1, 1, 1}, Window::all), make_case(5, 2, {3, 1, 7}, Window::all),
+                make_case(20, 4, {2, 0, 7, 1}, Window::first), make_case(6, 4, {0, 5}, Window::first),
+                make_case(5, 1, {3, 0, 4}, Window::all), make_case(4, 8, {20, 3, 7, 8}, Window::all),
+                make_case(67, 4, {6, 1, 40}, Window::all), make_case(6, 3, {19}, Window::all, 30.0)},
       .speed = {make_speed({8192, 1024, 4})},
       .more = [] { return std::vector<Result>{split_equals_whole()}; },
       // Documents across the strips of warps and the ranges of blocks; a window of 8 over several of them.
-      .cuda_cases = {make_case(520, 4, {1500, 1, 0, 63, 64, 700, 3}, true), make_case(264, 8, {5, 1031, 2, 400}, true),
-                     make_case(257, 4, {777, 333}, false)}};
+      .cuda_cases = {make_case(520, 4, {1500, 1, 0, 63, 64, 700, 3}, Window::all),
+                     make_case(264, 8, {5, 1031, 2, 400}, Window::all), make_case(257, 4, {777, 333}, Window::none),
+                     make_case(264, 4, {2, 300, 1}, Window::first), make_case(264, 4, {900, 300, 1}, Window::first)}};
   return t;
 }
 

@@ -41,11 +41,13 @@ void for_each_part(const Documents& documents, int64_t begin, int64_t end, F&& f
   }
 }
 
+bool has_window(const View& windows, int64_t n) { return windows.present() && n < windows.rows(); }
+
 // The input at position u >= -(W-1) of document n: a token, a row of the initial window, or zeros.
 template <class Real>
 const Real* input_at(const Dims& d, const Inputs& in, const Real* zeros, int64_t n, int64_t u) {
   if (u >= 0) return in.x.as<Real>() + (in.documents.begin(n) + u) * d.channels;
-  if (!in.initial_window.present()) return zeros;
+  if (!has_window(in.initial_window, n)) return zeros;
   return in.initial_window.as<Real>() + (n * (d.width - 1) + d.width - 1 + u) * d.channels;
 }
 
@@ -171,7 +173,7 @@ void backward_part(const Dims& d, const Inputs& in, const OutputGrads& dout, con
   const auto gather = [&](int64_t u, Real* to) {
     gather_input_gradient<W>(d, taps, range.d_linear, zeros, u, length, to);
   };
-  const bool window = first == begin && grads.initial_window.present();
+  const bool window = first == begin && has_window(grads.initial_window, n);
   const int64_t from = first - begin, to = last - begin;
   for (int64_t v = from; v < to + W - 1; ++v) {
     if (v < length) {
@@ -197,7 +199,7 @@ template <int W, class Real>
 void run_backward(const Dims& d, const Inputs& in, const OutputGrads& dout, const Grads& grads, const Workspace& w) {
   fill_taps<Real>(d, in, w);
   w.d_taps.zero();
-  for (int64_t n = 0; n < in.documents.count() && grads.initial_window.present(); ++n) {
+  for (int64_t n = 0; has_window(grads.initial_window, n); ++n) {
     if (in.documents.length(n) == 0) grads.initial_window.at(n).zero();
   }
   const int64_t stride = row_stride(d), elements = W * stride;

@@ -7,6 +7,12 @@
 namespace tessera::ops::short_conv {
 namespace {
 
+// Of every document, or of the first.
+void check_initial(const Dims& d, const Documents& documents, const View& window, DType dtype, const char* what) {
+  const int64_t count = documents.count() > 1 && window.rows() == 1 ? 1 : documents.count();
+  check_view(window, dtype, {count, d.width - 1, d.channels}, what);
+}
+
 void check_inputs(const Dims& d, const Inputs& in) {
   const DType dtype = in.x.dtype();
   TESSERA_CHECK(d.width >= 1 && d.width <= cpu::kMaxWidth, "short_conv has width {}, wanted 1 to {}", d.width,
@@ -15,7 +21,7 @@ void check_inputs(const Dims& d, const Inputs& in) {
   check_view(in.weight, exact_type(dtype), {d.channels, d.width}, "short_conv weight");
   in.documents.check(d.tokens);
   if (in.initial_window.present()) {
-    check_view(in.initial_window, dtype, {in.documents.count(), d.width - 1, d.channels}, "short_conv initial_window");
+    check_initial(d, in.documents, in.initial_window, dtype, "short_conv initial_window");
   }
 }
 
@@ -59,8 +65,7 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const OutputGrads& 
   check_view(grads.x, dtype, {d.tokens, d.channels}, "short_conv dx");
   check_view(grads.weight, exact_type(dtype), {d.channels, d.width}, "short_conv dweight");
   if (grads.initial_window.present()) {
-    check_view(grads.initial_window, dtype, {in.documents.count(), d.width - 1, d.channels},
-               "short_conv d initial_window");
+    check_initial(d, in.documents, grads.initial_window, dtype, "short_conv d initial_window");
   }
   OpScope op(ctx, "short_conv", Pass::backward, costs(d, dtype, Pass::backward, ctx.back_end()));
   if (ctx.back_end() == Device::cuda) {

@@ -14,14 +14,17 @@ struct Dims {
   int64_t tokens, channels, width;  // (T, G, W)
 };
 struct Inputs {
-  View x;               // (T, G)
-  View weight;          // (G, W), exact_type: the published [G, 1, W]
-  View initial_window;  // (N, W-1, G): inputs before each document's first token, oldest first; absent: zeros
+  View x;       // (T, G)
+  View weight;  // (G, W), exact_type: the published [G, 1, W]
+  // (N, W-1, G): inputs before each document's first token, oldest first; absent: zeros. (1, W-1, G): before the first
+  // document's, zeros before the others', as where a pack is cut over ranks.
+  View initial_window;
   Documents documents;
 };
 struct Outputs {
   View y;             // (T, G)
   View final_window;  // (N, W-1, G): to be given as the next initial_window; absent: not wanted; may be initial_window
+                      // of all
 };
 struct OutputGrads {
   View y;  // (T, G)
@@ -29,7 +32,7 @@ struct OutputGrads {
 struct Grads {
   View x;               // (T, G); overwritten
   View weight;          // (G, W), exact_type; added to
-  View initial_window;  // (N, W-1, G); overwritten; absent: not wanted
+  View initial_window;  // (N or 1, W-1, G); overwritten; absent: not wanted
 };
 
 Costs costs(const Dims&, DType, Pass, Device back_end = Device::cpu);

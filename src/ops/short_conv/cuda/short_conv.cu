@@ -60,12 +60,14 @@ struct Arguments {
   const int64_t* offsets;  // (documents + 1)
   const T* x;
   const float* weight;
-  const T* initial_window;  // null: zeros
-  T* y = nullptr;           // forward
+  const T* initial_window;  // of the first documents: all, one or none
+  int64_t windows;
+  T* y = nullptr;  // forward
   T* final_window = nullptr;
   const T* dy = nullptr;  // backward, from here on
   T* dx = nullptr;
-  T* d_window = nullptr;  // null: not wanted
+  T* d_window = nullptr;  // of the first documents, as many as are wanted
+  int64_t d_windows = 0;
   float* partials = nullptr;
 
   __device__ Packed<T> load(const T* rows, int64_t row, int64_t channel) const {
@@ -134,7 +136,7 @@ __device__ void load_history(const Arguments<T>& a, int64_t n, int64_t begin, in
     const int64_t p = u - (W - 1) + j;
     if (p >= 0) {
       unpack(a.load(a.x, begin + p, channel), rows[j]);
-    } else if (a.initial_window != nullptr) {
+    } else if (n < a.windows) {
       unpack(a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel), rows[j]);
     } else {
 #pragma unroll
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) final_window_kernel(Arguments<T> a, 
     float row[kOwn] = {};
     if (p >= 0) {
       unpack(a.load(a.x, begin + p, channel), row);
-    } else if (a.initial_window != nullptr) {
+    } else if (n < a.windows) {
       unpack(a.load(a.initial_window, n * (W - 1) + W - 1 + p, channel), row);
     }
     a.store(a.final_window, n * (W - 1) + i, channel, row);
@@ -250,7 +252,7 @@ __device__ void backward_part(const Arguments<T>& a, int64_t n, int64_t from, in
                               const float (&w)[W][kOwn], float (&dweight)[W][kOwn]) {
   const int64_t begin = a.offsets[n], length = a.offsets[n + 1] - begin;
   const int64_t behind = min(to + W - 1, length);  // the first position whose da is not wanted or does not exist
-  const bool window = from == 0 && a.d_window != nullptr;
+  const bool window = from == 0 && n < a.d_windows;
   float rows[W][kOwn], da[W][kOwn] = {};  // inputs and da of positions v - W + 1 to v
   Chunk<T> next;
   next.load(a, begin, from, behind, channel);
@@ -368,7 +370,8 @@ Arguments<T> arguments(const Dims& d, const Inputs& in, bool whole) {
           .offsets = in.documents.gpu_offsets,
           .x = in.x.gpu<T>(),
           .weight = in.weight.gpu<float>(),
-          .initial_window = in.initial_window.present() ? in.initial_window.gpu<T>() : nullptr};
+          .initial_window = in.initial_window.present() ? in.initial_window.gpu<T>() : nullptr,
+          .windows = in.initial_window.present() ? in.initial_window.dim(0) : 0};
 }
 
 }  // namespace
@@ -397,6 +400,7 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const OutputGra
     a.partials = partials.gpu<float>();
     if (grads.initial_window.present()) {
       a.d_window = grads.initial_window.gpu<T>();
+      a.d_windows = grads.initial_window.dim(0);
       const int64_t elements = grads.initial_window.elements(), each = (d.width - 1) * d.channels;
       launch(zero_windows_of_empty<T>, ceil_div(elements, kThreads), kThreads, 0, stream)(a.offsets, elements, each,
                                                                                           a.d_window);
