@@ -28,9 +28,9 @@ TemporaryDirectory::~TemporaryDirectory() {
   fs::remove_all(path_, ignored);
 }
 
-static pid_t start(const std::vector<std::string>& arguments, const std::string& out, const std::string& err) {
-  std::vector<char*> argv{const_cast<char*>(TESSERA_BINARY)};
-  for (const std::string& a : arguments) argv.push_back(const_cast<char*>(a.c_str()));
+static pid_t start(const std::vector<std::string>& command, const std::string& out, const std::string& err) {
+  std::vector<char*> argv;
+  for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   const pid_t child = fork();
   if (child == 0) {
@@ -39,21 +39,30 @@ static pid_t start(const std::vector<std::string>& arguments, const std::string&
     };
     redirect(out, STDOUT_FILENO);
     redirect(err, STDERR_FILENO);
-    execv(TESSERA_BINARY, argv.data());
+    execvp(argv.front(), argv.data());
     _exit(127);
   }
   return child;
 }
 
-Outcome tessera(const std::vector<std::string>& arguments) {
+static std::vector<std::string> tessera_command(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), TESSERA_BINARY);
+  return arguments;
+}
+
+Outcome run_program(const std::vector<std::string>& command) {
   const TemporaryDirectory dir;
-  const pid_t child = start(arguments, dir.path("out"), dir.path("err"));
+  const pid_t child = start(command, dir.path("out"), dir.path("err"));
   int status = 0;
   waitpid(child, &status, 0);
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_file(dir.path("out")), read_file(dir.path("err"))};
 }
 
-pid_t start_tessera(const std::vector<std::string>& arguments) { return start(arguments, "/dev/null", "/dev/null"); }
+Outcome tessera(const std::vector<std::string>& arguments) { return run_program(tessera_command(arguments)); }
+
+pid_t start_tessera(const std::vector<std::string>& arguments) {
+  return start(tessera_command(arguments), "/dev/null", "/dev/null");
+}
 
 void write_file(const std::string& path, const std::string& text) {
   fs::create_directories(fs::path(path).parent_path());

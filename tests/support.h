@@ -25,6 +25,7 @@ struct Outcome {
   std::string out, err;
 };
 
+Outcome run_program(const std::vector<std::string>& command);    // found on PATH; waits
 Outcome tessera(const std::vector<std::string>& arguments);      // waits
 pid_t start_tessera(const std::vector<std::string>& arguments);  // in the background, output dropped
 

@@ -121,6 +121,13 @@ TEST(Binary, DoctorPrintsJson) {
   EXPECT_GT(json.at("memory_bytes").get<int64_t>(), 0);
   EXPECT_GE(json.at("openmp_threads").get<int>(), 1);
   EXPECT_TRUE(json.at("findings").is_array());
+  const auto plugin = json.at("mpi_plugin");
+  EXPECT_TRUE(plugin.at("path").get<std::string>().ends_with("/libtessera_mpi.so"));
+  EXPECT_NE(plugin.at("problem").get<std::string>().empty(), plugin.at("built_with").get<std::string>().empty());
+  for (const char* library : {"mpi", "nccl"}) {  // where it was found, its version too
+    EXPECT_EQ(json.at(library + std::string("_library")).get<std::string>().empty(),
+              json.at(library + std::string("_version")).get<std::string>().empty());
+  }
 }
 
 TEST(Binary, OutputThatCannotBeWritten) {

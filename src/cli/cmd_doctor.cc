@@ -9,6 +9,7 @@
 #include "cli/output.h"
 #include "core/gpu.h"
 #include "core/machine.h"
+#include "dist/mpi_plugin.h"
 
 namespace tessera::cli {
 namespace {
@@ -30,6 +31,10 @@ Json features_json(const CpuFeatures& f) {
   return {{"avx2", f.avx2}, {"avx512", f.avx512}, {"avx512_bf16", f.avx512_bf16}, {"amx_bf16", f.amx_bf16}};
 }
 
+std::string built_with(const dist::MpiPlugin& plugin) {
+  return plugin.functions == nullptr ? "" : plugin.functions->built_with;
+}
+
 Json to_json(const Machine& m) {
   Json json = {{"cpu_model", m.cpu_model},
                {"physical_cores", m.physical_cores},
@@ -48,7 +53,12 @@ Json to_json(const Machine& m) {
                {"gpu_build", gpu_build()},
                {"nvidia_driver", m.nvidia.version},
                {"mpirun", m.mpirun},
-               {"mpi_library", m.mpi_library}};
+               {"mpi_library", m.mpi.name},
+               {"mpi_version", m.mpi.version},
+               {"nccl_library", m.nccl.name},
+               {"nccl_version", m.nccl.version}};
+  const dist::MpiPlugin plugin = dist::find_mpi_plugin();
+  json["mpi_plugin"] = {{"path", plugin.path}, {"problem", plugin.problem}, {"built_with", built_with(plugin)}};
   json["gpus_present"] = Json::array();
   for (const auto& gpu : m.nvidia.gpus) {
     json["gpus_present"].push_back({{"name", gpu.name}, {"memory_bytes", gpu.memory_bytes}});
@@ -89,11 +99,18 @@ void add_gpu_rows(const Machine& m, Table& table) {
   }
 }
 
+std::string found_text(const MessageLibrary& library) {
+  return library.name.empty() ? "not found" : fmt::format("{}, {}", library.name, library.version);
+}
+
 void add_network_rows(const Machine& m, Table& table) {
-  table.add({"MPI", m.mpirun.empty() && m.mpi_library.empty()
-                        ? "not found"
-                        : fmt::format("mpirun {}, library {}", m.mpirun.empty() ? "not on PATH" : m.mpirun,
-                                      m.mpi_library.empty() ? "not found" : m.mpi_library)});
+  table.add({"mpirun", m.mpirun.empty() ? "not on PATH" : m.mpirun});
+  table.add({"MPI", found_text(m.mpi)});
+  const dist::MpiPlugin plugin = dist::find_mpi_plugin();
+  table.add({"MPI plugin", plugin.functions == nullptr
+                               ? "not usable: " + plugin.problem
+                               : fmt::format("{}, built with {}", plugin.path, built_with(plugin))});
+  table.add({"NCCL", found_text(m.nccl)});
   for (const auto& n : m.network) {
     const std::string speed = n.megabits_per_s == 0 ? "speed unknown" : fmt::format("{} Mbit/s", n.megabits_per_s);
     table.add({"network", fmt::format("{}, {}, {}", n.name, n.up ? "up" : "down", speed)});

@@ -10,7 +10,13 @@
 #include "cli/device.h"
 #include "cli/output.h"
 #include "cli/overrides.h"
+#include "config/options.h"
 #include "core/log.h"
+#include "data/store.h"
+#include "dist/agreement.h"
+#include "dist/job.h"
+#include "dist/mesh.h"
+#include "model/config.h"
 #include "train/trainer.h"
 
 namespace tessera::cli {
@@ -97,13 +103,42 @@ void print_result(const Args& args, const train::RunConfig& config, const RunRes
               {"checkpoint", r.checkpoint}});
 }
 
-void run(const Args& args) {
-  const train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
+train::RunConfig load(const Args& args) {
+  return train::load_run_config(args.run_file, [&](config::Options& o) {
     args.overrides.apply(o);
     if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
   });
-  train::Trainer trainer(config);
-  const RunResult result = trainer.run(report);
+}
+
+// What all processes of a run must share: the program, the model, the data and every key of the run.
+dist::Facts facts_of(train::RunConfig config) {
+  dist::Facts facts = {{"version", TESSERA_VERSION},
+                       {"binary", dist::hash_of_binary()},
+                       {"model", model::load_model_config(config.model_file).fingerprint()},
+                       {"data", data::Store(config.data.store + "/train").meta().fingerprint}};
+  config::Options options;
+  config.bind(options);  // what is set now counts as default
+  for (const config::KeyInfo& key : options.keys()) facts.emplace_back(key.key, key.default_value);
+  return facts;
+}
+
+void run(const Args& args) {
+  dist::Job job;
+  train::RunConfig config;
+  RunResult result;
+  job.run([&] {
+    config = load(args);
+    job.set(config.job);
+    dist::Communicator world = job.world();
+    if (!world.alone()) dist::require_same(world, facts_of(config));
+    if (config.device == Device::cuda) job.use_gpus();
+    dist::Mesh mesh(config.parallel, job.host(), job.gpu());
+    train::Trainer trainer(config, world.alone() ? nullptr : &mesh);
+    result = trainer.run([&](const Progress& p) {
+      if (job.first()) report(p);
+    });
+  });
+  if (!job.first()) return;
   clear_progress();
   print_result(args, config, result);
 }

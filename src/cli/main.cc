@@ -19,9 +19,6 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kFailed = 1;
-constexpr int kUserMistake = 2;
-
 // In the order of `tessera --help`.
 constexpr void (*kCommands[])(CLI::App&) = {
     add_train, add_generate, add_eval, add_data, add_ckpt, add_plan, add_bench, add_selfcheck, add_doctor,
@@ -110,11 +107,8 @@ int main(int argc, char** argv) {
     return cli::run(argc, argv);
   } catch (const cli::ReaderGone&) {
     return 0;
-  } catch (const UserError& error) {
-    return cli::fail(cli::kUserMistake, error.what());
-  } catch (const std::bad_alloc&) {
-    return cli::fail(cli::kFailed, "out of memory; choose a smaller model, batch or sequence");
   } catch (const std::exception& error) {
-    return cli::fail(cli::kFailed, error.what());
+    const Ending ending = ending_of(error);
+    return cli::fail(ending.exit_code, ending.message);
   }
 }

@@ -6,6 +6,7 @@
 
 #include <fmt/core.h>
 
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -20,6 +21,22 @@ class UserError : public Error {
  public:
   using Error::Error;
 };
+
+constexpr int kFailed = 1;  // exit codes
+constexpr int kUserMistake = 2;
+
+// How an exception ends the process.
+struct Ending {
+  int exit_code;
+  std::string message;
+};
+inline Ending ending_of(const std::exception& error) {
+  if (dynamic_cast<const UserError*>(&error) != nullptr) return {kUserMistake, error.what()};
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return {kFailed, "out of memory; choose a smaller model, batch or sequence"};
+  }
+  return {kFailed, error.what()};
+}
 
 template <class... Args>
 [[noreturn]] void fail_user(fmt::format_string<Args...> format, Args&&... args) {

@@ -70,9 +70,13 @@ void judge_gpus(const Machine& m, std::vector<Finding>& out) {
 }
 
 void judge_network(const Machine& m, std::vector<Finding>& out) {
-  if (m.mpirun.empty() || m.mpi_library.empty()) {
-    const char* missing =
-        m.mpirun.empty() ? (m.mpi_library.empty() ? "no MPI" : "no mpirun on PATH") : "no MPI library";
+  if (m.nvidia.gpus.size() > 1 && m.nccl.name.empty()) {
+    out.push_back({true, fmt::format("{} GPUs and no NCCL", m.nvidia.gpus.size()), "a run uses one GPU only",
+                   "install libnccl2 of NVIDIA's repository, or the wheel nvidia-nccl-cu13 with its lib folder in "
+                   "LD_LIBRARY_PATH"});
+  }
+  if (m.mpirun.empty() || m.mpi.name.empty()) {
+    const char* missing = m.mpirun.empty() ? (m.mpi.name.empty() ? "no MPI" : "no mpirun on PATH") : "no MPI library";
     out.push_back({false, missing, "matters only to runs of several processes",
                    "for those install openmpi-bin and libopenmpi-dev"});
   }

@@ -33,6 +33,7 @@ namespace gpu {
 
 // UserError where device = "cuda" cannot work here: a build without CUDA, no GPU, another architecture, an old driver.
 void require();
+void use(int device);  // from now on, by its place in list_gpus(); before anything else here. Without it: the first
 int64_t free_bytes();  // of the GPU's memory, now
 
 GpuStream stream();

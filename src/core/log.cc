@@ -14,6 +14,8 @@ static spdlog::logger& logger() {
   return *made;
 }
 
+void set_log_prefix(const std::string& prefix) { logger().set_pattern("%H:%M:%S %^%l%$ " + prefix + "%v"); }
+
 void write_info(const std::string& line) { logger().info(line); }
 void write_warning(const std::string& line) { logger().warn(line); }
 

@@ -7,6 +7,7 @@
 
 namespace tessera {
 
+void set_log_prefix(const std::string& prefix);  // before every line from now on: who speaks, among several processes
 void write_info(const std::string& line);
 void write_warning(const std::string& line);
 

@@ -1,6 +1,5 @@
 #include "core/machine.h"
 
-#include <dlfcn.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -101,16 +100,6 @@ std::string find_on_path(const std::string& program) {
   return "";
 }
 
-std::string find_mpi_library() {
-  for (const char* name : {"libmpi.so.40", "libmpi.so.12", "libmpi.so"}) {  // Open MPI, MPICH and kin, either
-    void* library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
-    if (library == nullptr) continue;
-    dlclose(library);
-    return name;
-  }
-  return "";
-}
-
 int64_t count_usable_cpus() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
@@ -140,7 +129,8 @@ Machine inspect_machine(const std::string& root) {
   machine.disk_free_bytes = error ? 0 : static_cast<int64_t>(space.available);
   machine.nvidia = read_nvidia_driver();
   machine.mpirun = find_on_path("mpirun");
-  machine.mpi_library = find_mpi_library();
+  machine.mpi = read_mpi();
+  machine.nccl = read_nccl();
   return machine;
 }
 

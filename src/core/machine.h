@@ -33,6 +33,11 @@ struct NvidiaDriver {
   std::vector<Gpu> gpus;
 };
 
+struct MessageLibrary {  // between processes
+  std::string name;      // under which the loader finds it; "" for none
+  std::string version;   // as it says itself
+};
+
 struct Machine {
   std::string cpu_model;
   int64_t physical_cores = 0;
@@ -49,8 +54,8 @@ struct Machine {
   int openmp_threads = 0;
   int64_t disk_free_bytes = 0;  // of the current directory
   NvidiaDriver nvidia;
-  std::string mpirun;       // its path; "" where PATH has none
-  std::string mpi_library;  // the name under which the loader finds it; "" for none
+  std::string mpirun;  // its path; "" where PATH has none
+  MessageLibrary mpi, nccl;
   std::vector<NetworkInterface> network;
   std::vector<RdmaDevice> rdma;
 
@@ -61,6 +66,8 @@ struct Machine {
 Machine inspect_machine(const std::string& root = "");
 
 NvidiaDriver read_nvidia_driver(const char* library = "libnvidia-ml.so.1");
+MessageLibrary read_mpi();
+MessageLibrary read_nccl();
 
 CpuFeatures built_for();  // what the compiler was allowed to use
 

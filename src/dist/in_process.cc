@@ -49,7 +49,7 @@ class InProcess final : public Transport {
     for (const Message& m : receive) take(lock, channel, m, what);
   }
 
-  [[noreturn]] void abort(const std::string& why) override { throw LostProcess(why); }
+  [[noreturn]] void abort(const std::string& why, int) override { throw LostProcess(why); }
 
  private:
   void take(std::unique_lock<std::mutex>& lock, int channel, const Message& m, const std::string& what) {

@@ -42,8 +42,8 @@ class Transport {
   virtual void exchange(int channel, std::span<const Message> send, std::span<const Message> receive,
                         const std::string& what) = 0;
 
-  // Ends the job: every other process ends too, now. `why` is for people.
-  [[noreturn]] virtual void abort(const std::string& why) = 0;
+  // Ends the job: every other process ends too, now. `why` is for people, the exit code for what started the job.
+  [[noreturn]] virtual void abort(const std::string& why, int exit_code) = 0;
 };
 
 // Of a plan: the process of that rank, which sends nothing.
@@ -55,7 +55,7 @@ class DryTransport final : public Transport {
   int size() const override { return static_cast<int>(nodes_.size()); }
   int node_of(int rank) const override { return nodes_[static_cast<size_t>(rank)]; }
   void exchange(int, std::span<const Message>, std::span<const Message>, const std::string&) override {}
-  [[noreturn]] void abort(const std::string& why) override { throw Error(why); }
+  [[noreturn]] void abort(const std::string& why, int) override { throw Error(why); }
 
  private:
   int rank_;

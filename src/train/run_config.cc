@@ -98,6 +98,7 @@ void RunConfig::bind(config::Options& o) {
   o.add("checkpoint.every", &checkpoint.every, "steps between checkpoints; 0: only at the end and on a signal",
         at_least(0));
   o.add("checkpoint.keep_last", &checkpoint.keep_last, "checkpoints kept", at_least(1));
+  job.bind(o);
 }
 
 void RunConfig::check(const std::string& where) const {

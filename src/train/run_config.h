@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/job.h"
 #include "dist/mesh.h"
 #include "model/config.h"
 #include "model/model.h"
@@ -74,6 +75,8 @@ struct RunConfig {
     int64_t every = 100;  // steps; 0: only at the end and on a signal
     int64_t keep_last = 3;
   } checkpoint;
+
+  dist::JobOptions job;
 
   void bind(config::Options& options);
   void check(const std::string& where) const;

@@ -41,6 +41,13 @@ std::string gpu_build() { return "CUDA " + version_text(CUDART_VERSION) + ", ker
 
 namespace gpu {
 
+static int used_device = 0;
+
+void use(int device) {
+  used_device = device;
+  TESSERA_CUDA(cudaSetDevice(device));
+}
+
 void require() {
   int count = 0, driver = 0;
   const cudaError_t found = cudaGetDeviceCount(&count);
@@ -61,7 +68,7 @@ void require() {
     fail_user("device \"cuda\": no GPU found ({}); see `tessera doctor`, or set device = \"cpu\"",
               found == cudaSuccess ? "the driver lists none" : cudaGetErrorString(found));
   }
-  const GpuInfo gpu = list_gpus().front();
+  const GpuInfo gpu = list_gpus().at(static_cast<size_t>(used_device));
   if (gpu.compute_major != 9 || gpu.compute_minor != 0) {
     fail_user(
         "device \"cuda\": {} has compute capability {}.{}, and the kernels are for 9.0 (Hopper); set device = \"cpu\"",

@@ -1,0 +1,181 @@
+// Several processes over MPI, started by mpirun as a user starts them: what they compute together, and how they end
+// when one of them fails.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <sstream>
+
+#include "collectives.h"
+#include "dist/in_process.h"
+#include "support.h"
+
+namespace tessera::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Mpi : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (run_program({"mpirun", "--version"}).exit_code != 0) GTEST_SKIP() << "mpirun is missing: scripts/setup";
+    if (!fs::exists(fs::path(MPI_PROBE).replace_filename("libtessera_mpi.so"))) {
+      GTEST_SKIP() << "this build has no MPI plugin: scripts/setup, then configure again";
+    }
+  }
+};
+
+// More processes than cores, and as root in a container. The MPI library itself leaks, which is not ours to judge.
+Outcome mpirun(int processes, const std::vector<std::string>& command) {
+  std::vector<std::string> all = {
+      "mpirun", "--allow-run-as-root",    "--oversubscribe", "-x", "ASAN_OPTIONS=detect_leaks=0",
+      "-n",     fmt::to_string(processes)};
+  all.insert(all.end(), command.begin(), command.end());
+  return run_program(all);
+}
+Outcome probe(int processes, const std::string& mode) { return mpirun(processes, {MPI_PROBE, mode}); }
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+// What Tessera itself says; mpirun says more.
+std::vector<std::string> messages(const Outcome& o) {
+  std::vector<std::string> ours;
+  for (const std::string& line : lines_of(o.err)) {
+    if (line.starts_with("tessera: ")) ours.push_back(line);
+  }
+  return ours;
+}
+
+using Lines = std::vector<std::string>;
+
+Lines in_process(int processes) {
+  Lines hashes(static_cast<size_t>(processes));
+  dist::run_in_process(processes, {}, [&](dist::Transport& transport) {
+    hashes[static_cast<size_t>(transport.rank())] = Collectives(transport).run();
+  });
+  return hashes;
+}
+
+TEST_F(Mpi, CollectivesEqualThoseInOneProcess) {
+  for (const int processes : {2, 3, 4, 8}) {
+    const Outcome o = probe(processes, "collectives");
+    EXPECT_EQ(o.exit_code, 0) << o.err;
+    EXPECT_EQ(lines_of(o.out), in_process(processes));
+  }
+}
+
+TEST_F(Mpi, LongMessagesGoInPieces) { EXPECT_EQ(lines_of(probe(3, "pieces").out), in_process(3)); }
+
+TEST_F(Mpi, TwoThreadsOnTwoChannels) { EXPECT_EQ(lines_of(probe(3, "threads").out), in_process(3)); }
+
+TEST_F(Mpi, NodesAreFoundOrSet) {
+  EXPECT_EQ(lines_of(probe(3, "nodes").out), (Lines{"found 0, set 0", "found 0, set 0", "found 0, set 1"}));
+}
+
+TEST_F(Mpi, ProcessesOfOneMachineShareItsThreads) {
+  const int alone = std::stoi(mpirun(1, {"--bind-to", "none", MPI_PROBE, "thread-count"}).out);
+  const Lines counts = lines_of(mpirun(alone + 1, {"--bind-to", "none", MPI_PROBE, "thread-count"}).out);
+  EXPECT_EQ(counts, Lines(static_cast<size_t>(alone + 1), "1"));
+}
+
+TEST_F(Mpi, LogsNameTheRankAmongSeveral) {
+  EXPECT_NE(probe(2, "log").err.find("info rank 1: here"), std::string::npos);
+  EXPECT_EQ(probe(1, "log").err.find("rank"), std::string::npos);
+}
+
+TEST_F(Mpi, WhatOneProcessThrowsEndsAllWithOneMessage) {
+  const struct {
+    const char* mode;
+    int exit_code;
+    const char* message;
+  } cases[] = {{"user-error", 2, "tessera: rank 2: the disk is full"},
+               {"exception", 1, "tessera: rank 2: something broke"},
+               {"unknown-exception", 1, "tessera: rank 2: an exception of an unknown type"}};
+  for (const auto& c : cases) {
+    const Outcome o = probe(3, c.mode);
+    EXPECT_EQ(o.exit_code, c.exit_code) << o.err;
+    EXPECT_EQ(messages(o), Lines{c.message});
+  }
+}
+
+TEST_F(Mpi, AProcessThatDiesEndsAllAndIsNamed) {
+  const struct {
+    int processes;
+    const char *mode, *how;
+  } cases[] = {{2, "killed", "signal 9"},
+               {3, "killed", "signal 9"},
+               {4, "killed", "signal 9"},
+               {3, "exits", "improperly"},
+               {3, "thread-exception", "something broke"}};
+  for (const auto& c : cases) {
+    const Outcome o = probe(c.processes, c.mode);
+    EXPECT_GT(o.exit_code, 0) << c.mode;
+    EXPECT_NE(o.err.find(fmt::format("process rank {} with PID", c.processes - 1)), std::string::npos) << o.err;
+    EXPECT_NE(o.err.find(c.how), std::string::npos) << o.err;
+    EXPECT_EQ(messages(o), Lines{}) << c.mode;
+  }
+}
+
+TEST_F(Mpi, AProcessThatHangsIsLostAfterTheDeadline) {
+  for (const int processes : {2, 4}) {
+    const Outcome o = probe(processes, "stopped");
+    EXPECT_EQ(o.exit_code, 1) << o.err;
+    ASSERT_EQ(messages(o).size(), 1u) << o.err;
+    const std::string wanted =
+        fmt::format("all_gather along the world axis: no answer from rank {} in 2 s", processes - 1);
+    EXPECT_TRUE(messages(o).front().ends_with(wanted)) << o.err;
+  }
+}
+
+TEST_F(Mpi, ProcessesThatWereGivenDifferentThingsSayWhichOnce) {
+  const Outcome o = probe(3, "differ");
+  EXPECT_EQ(o.exit_code, 2);
+  EXPECT_EQ(messages(o).size(), 1u) << o.err;
+  EXPECT_NE(o.err.find("  train.steps: 300 on ranks 0, 2; 200 on rank 1\n"
+                       "  data: 0 on ranks 0-1; 1 on rank 2\n"),
+            std::string::npos)
+      << o.err;
+}
+
+TEST_F(Mpi, AnotherMpiOrNoneIsSaid) {
+  const Outcome other = run_program({"env", "PMI_SIZE=3", "ASAN_OPTIONS=detect_leaks=0", MPI_PROBE, "collectives"});
+  EXPECT_EQ(other.exit_code, 2);
+  EXPECT_NE(other.err.find("mpiexec of MPICH or its kin started 3 processes, and "), std::string::npos) << other.err;
+  EXPECT_NE(other.err.find("knows of 1; start it with the mpirun of that MPI"), std::string::npos) << other.err;
+
+  const TemporaryDirectory dir;
+  const std::string moved = dir.path("mpi_probe"), plugin = dir.path("libtessera_mpi.so");
+  fs::copy_file(MPI_PROBE, moved);
+  const Outcome none = mpirun(2, {moved, "collectives"});
+  EXPECT_EQ(none.exit_code, 2);
+  EXPECT_NE(none.err.find("there is no " + plugin), std::string::npos) << none.err;
+  EXPECT_NE(none.err.find("run scripts/setup"), std::string::npos) << none.err;
+  write_file(plugin, "no library");
+  const Outcome damaged = mpirun(2, {moved, "collectives"});
+  EXPECT_EQ(damaged.exit_code, 2);
+  EXPECT_NE(damaged.err.find("is not on this machine (" + plugin), std::string::npos) << damaged.err;
+  EXPECT_EQ(run_program({moved, "collectives"}).exit_code, 0);  // one process needs neither
+}
+
+TEST_F(Mpi, TrainSpeaksOnceAndOnlyOfUse) {
+  const Outcome o = mpirun(3, {TESSERA_BINARY, "train", "missing.toml"});
+  EXPECT_EQ(o.exit_code, 2);
+  EXPECT_EQ(o.out, "");
+  ASSERT_EQ(messages(o).size(), 1u) << o.err;
+  EXPECT_NE(messages(o).front().find("cannot read the TOML file 'missing.toml'"), std::string::npos);
+
+  const TemporaryDirectory dir;
+  write_small_run(dir, 8);
+  const Outcome one = mpirun(1, {TESSERA_BINARY, "train", dir.path("run.toml")});
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_NE(one.out.find("finished at step 8 of 8"), std::string::npos) << one.out;
+  EXPECT_EQ(one.err.find("rank"), std::string::npos) << one.err;
+}
+
+}  // namespace
+}  // namespace tessera::test
