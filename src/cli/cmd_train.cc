@@ -102,6 +102,7 @@ void run(const Args& args) {
     args.overrides.apply(o);
     if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
   });
+  config.require_machine(args.run_file);
   train::Trainer trainer(config);
   const RunResult result = trainer.run(report);
   clear_progress();

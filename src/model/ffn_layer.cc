@@ -13,7 +13,7 @@ ops::glu::Dims glu_dims(const LayerContext& lc, const View& gate) {
 
 }  // namespace
 
-Saved allocate_saved(const LayerContext& lc, const DenseParams& p) {
+Saved allocate_dear(const LayerContext& lc, const DenseParams& p) {
   const Shape hidden{lc.tokens, lc.weights[p.gate].dim(0)};
   return {lc.allocate(hidden), lc.allocate(hidden)};
 }
@@ -74,7 +74,7 @@ void router_logits(const LayerContext& lc, const MoeParams& p, const View& x, co
 
 }  // namespace
 
-Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
+Saved allocate_dear(const LayerContext& lc, const MoeParams& p) {
   const auto& m = lc.config.moe;
   const Shape latent{lc.tokens, lc.config.expert_width()};
   Saved s;
@@ -87,13 +87,20 @@ Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
   if (m.latent > 0) {
     s.z = lc.allocate(latent);
     s.u = lc.allocate(latent);
-    if (p.norm != kNone) {
-      s.n = lc.allocate(latent);
-      s.norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
-    }
   }
-  if (m.shared > 0) s.shared = mlp::allocate_saved(lc, p.shared);
+  if (m.shared > 0) s.shared = mlp::allocate_dear(lc, p.shared);
   return s;
+}
+
+void allocate_cheap(const LayerContext& lc, const MoeParams& p, Saved& s) {
+  if (p.norm == kNone) return;
+  s.n = lc.allocate(s.u.shape());
+  s.norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
+}
+
+void make_cheap(const LayerContext& lc, const MoeParams& p, Saved& s) {
+  if (p.norm == kNone) return;
+  ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
 }
 
 void forward(const LayerContext& lc, const MoeParams& p, const View& x, const View& y, Saved& s,
@@ -114,9 +121,7 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   if (m.latent > 0) {
     project(lc, x, p.down, s.z);
     ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {s.u, squares}, &s.experts);
-    if (p.norm != kNone) {
-      ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
-    }
+    make_cheap(lc, p, s);
     project(lc, s.n.present() ? s.n : s.u, p.up, y);
   } else {
     ops::experts::forward(lc.ctx, expert_dims(lc), expert_inputs(lc, p, x, s), {y, squares}, &s.experts);

@@ -70,19 +70,32 @@ Cache allocate_cache(Arena& arena, const ModelConfig& c, int64_t sequences, DTyp
           arena.allocate_zeroed(exact_type(dtype), {sequences, k.heads, k.head_dim, k.head_dim})};
 }
 
-Saved allocate_saved(const LayerContext& lc, bool training) {
+Saved allocate_dear(const LayerContext& lc, bool training) {
   const auto& k = lc.config.kda;
   const Shape row{lc.tokens, inner(lc)}, latent{lc.tokens, k.gate_rank};
   Saved s;
-  for (View* v : {&s.q_in, &s.k_in, &s.v_in, &s.q, &s.k, &s.v, &s.z, &s.gate, &s.o}) *v = lc.allocate(row);
+  for (View* v : {&s.q_in, &s.k_in, &s.v_in, &s.z, &s.gate, &s.o}) *v = lc.allocate(row);
   s.decay_latent = lc.allocate(latent);
   if (k.output_gate == OutputGate::low_rank) s.gate_latent = lc.allocate(latent);
   s.beta_logit = lc.allocate({lc.tokens, k.heads});
-  s.q_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
-  s.k_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
   s.o_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
   if (training) s.kda = ops::kda::allocate_saved(lc.ctx, kda_dims(lc), lc.documents, lc.dtype);
   return s;
+}
+
+void allocate_cheap(const LayerContext& lc, Saved& s) {
+  for (View* v : {&s.q, &s.k, &s.v}) *v = lc.allocate({lc.tokens, inner(lc)});
+  s.q_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
+  s.k_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
+}
+
+void make_cheap(const LayerContext& lc, const KdaParams& p, Saved& s, Cache* cache) {
+  convolve(lc, s.q_in, p.q_conv, s.q, cache != nullptr ? &cache->q_window : nullptr);
+  convolve(lc, s.k_in, p.k_conv, s.k, cache != nullptr ? &cache->k_window : nullptr);
+  convolve(lc, s.v_in, p.v_conv, s.v, cache != nullptr ? &cache->v_window : nullptr);
+  const View q_rows = as_head_rows(lc, s.q), k_rows = as_head_rows(lc, s.k);
+  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {q_rows}, {q_rows}, &s.q_norm);
+  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {k_rows}, {k_rows}, &s.k_norm);
 }
 
 void forward(const LayerContext& lc, const KdaParams& p, const View& x, const View& y, Saved& s, bool training,
@@ -90,13 +103,7 @@ void forward(const LayerContext& lc, const KdaParams& p, const View& x, const Vi
   project(lc, x, p.q_proj, s.q_in);
   project(lc, x, p.k_proj, s.k_in);
   project(lc, x, p.v_proj, s.v_in);
-  convolve(lc, s.q_in, p.q_conv, s.q, cache != nullptr ? &cache->q_window : nullptr);
-  convolve(lc, s.k_in, p.k_conv, s.k, cache != nullptr ? &cache->k_window : nullptr);
-  convolve(lc, s.v_in, p.v_conv, s.v, cache != nullptr ? &cache->v_window : nullptr);
-  const View q_rows = as_head_rows(lc, s.q), k_rows = as_head_rows(lc, s.k);
-  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {q_rows}, {q_rows}, &s.q_norm);
-  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {k_rows}, {k_rows}, &s.k_norm);
-
+  make_cheap(lc, p, s, cache);
   project(lc, x, p.f_a, s.decay_latent);
   project(lc, s.decay_latent, p.f_b, s.z);
   project(lc, x, p.b_proj, s.beta_logit);

@@ -73,6 +73,12 @@ void RunConfig::bind(config::Options& o) {
   o.add("train.recompute", &train.recompute, "layers, counted from 1, that recompute in backward instead of saving",
         at_least(1));
   o.add("train.recompute_all", &train.recompute_all, "every layer recomputes");
+  o.add("train.recompute_selective", &train.recompute_selective,
+        "the other layers recompute what is cheap: mixes, norms and convolutions, no product, attention or KDA");
+  o.add("train.ffn_block_tokens", &train.ffn_block_tokens,
+        "tokens that a feed-forward part takes at a time, recomputing in backward, so that its memory does not grow "
+        "with the sequence; 0: all at once",
+        at_least(0));
   o.add("train.loss_block_rows", &train.loss_block_rows, "rows whose logits exist at a time", at_least(1));
 
   bind_optim(o, optim);
@@ -109,11 +115,14 @@ void RunConfig::check(const std::string& where) const {
         "{}: train.micro_tokens is {}; wanted a multiple of data.context {} that divides train.tokens_per_step {}",
         where, train.micro_tokens, data.context, train.tokens_per_step);
   }
+  schedule().validate();
+}
+
+void RunConfig::require_machine(const std::string& where) const {
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);
   }
   if (device == Device::cuda) gpu::require();
-  schedule().validate();
 }
 
 optim::Schedule RunConfig::schedule() const {
@@ -139,13 +148,16 @@ GuardOptions RunConfig::guard_options() const {
 
 model::ModelOptions RunConfig::model_options(const model::ModelConfig& c) const {
   model::ModelOptions options;
-  options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all);
+  using model::Recompute;
+  const Recompute others = train.recompute_selective ? Recompute::cheap : Recompute::none;
+  options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all ? Recompute::full : others);
   for (int64_t layer : train.recompute) {
     if (layer > c.layers) {
       fail_user("train.recompute names layer {}, the model has {}; layers count from 1", layer, c.layers);
     }
-    options.recompute[static_cast<size_t>(layer - 1)] = true;
+    options.recompute[static_cast<size_t>(layer - 1)] = Recompute::full;
   }
+  options.ffn_block_tokens = train.ffn_block_tokens;
   options.loss_block_rows = train.loss_block_rows;
   return options;
 }
