@@ -117,16 +117,23 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   return report;
 }
 
+void evaluate_dry(Context& ctx, const model::Model& model, const model::Weights& weights,
+                  std::span<const int64_t> offsets) {
+  Arena::Scope scope(ctx.arena);
+  Arena::Label label(ctx.arena, "evaluation");
+  model::StepRecord record = model.allocate_record(ctx.arena, DType::f32, kCountLoads);
+  const int64_t tokens = offsets.back();
+  const View ids = ctx.arena.allocate(DType::i32, {tokens}), targets = ctx.arena.allocate(DType::i32, {tokens});
+  const View loss = ctx.arena.allocate(DType::f32, {tokens});
+  model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, offsets)}, loss, &record);
+}
+
 int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device) {
   Arena dry = Arena::dry();
   Context ctx{Device::dry, dry, nullptr, product, device};
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);
   const int64_t base = dry.used();
-  model::StepRecord record = model.allocate_record(dry, DType::f32, kCountLoads);
-  const int64_t tokens = offsets.back();
-  const View ids = dry.allocate(DType::i32, {tokens}), targets = dry.allocate(DType::i32, {tokens});
-  const View loss = dry.allocate(DType::f32, {tokens});
-  model.evaluate(ctx, weights, {ids, targets, place_documents(ctx, offsets)}, loss, &record);
+  evaluate_dry(ctx, model, weights, offsets);
   return dry.peak() - base;
 }
 
