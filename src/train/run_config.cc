@@ -4,6 +4,7 @@
 
 #include "config/options.h"
 #include "ops/gemm/gemm.h"
+#include "ops/router/cuda.h"
 
 namespace tessera::train {
 
@@ -90,7 +91,7 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
   o.add("guard.escalate", &guard.escalate,
         "answer each alarm of a layer in turn by centred bins, finer bins, a router z-loss, re-initialised cold "
-        "experts, and at last by stopping the run; off, and on a GPU: only report alarms");
+        "experts, and at last by stopping the run; off: only report alarms");
   o.add("guard.audit", &guard.audit, "steps between full records of every expert in metrics.jsonl", at_least(1));
 
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
@@ -115,6 +116,14 @@ void RunConfig::check(const std::string& where) const {
         "{}: train.micro_tokens is {}; wanted a multiple of data.context {} that divides train.tokens_per_step {}",
         where, train.micro_tokens, data.context, train.tokens_per_step);
   }
+  const int64_t bins = guard.on ? with_every_rung({.balance = balance}).balance.bins : balance.bins;
+  if (device == Device::cuda && ops::router::counts_quantiles(balance.method) && bins > ops::router::cuda::kMaxBins) {
+    fail_user(
+        "{}: balance.bins is {}, of which the guard may make {}, and on a GPU there may be {}; set balance.bins = {} "
+        "or "
+        "less",
+        where, balance.bins, bins, ops::router::cuda::kMaxBins, ops::router::cuda::kMaxBins * balance.bins / bins);
+  }
   schedule().validate();
 }
 
@@ -138,7 +147,7 @@ optim::Schedule RunConfig::schedule() const {
 GuardOptions RunConfig::guard_options() const {
   return {.on = guard.on,
           .revive = guard.revive,
-          .escalate = guard.escalate && device == Device::cpu,
+          .escalate = guard.escalate,
           .window = guard.window,
           .grace = guard.grace,
           .audit = guard.audit,
