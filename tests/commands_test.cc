@@ -1,6 +1,7 @@
 // Commands that answer without a run: selfcheck, plan, bench, doctor. Their JSON is what scripts rely on.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -158,6 +159,18 @@ TEST(Commands, PlanMemorySaysWhatMakesItFit) {
     EXPECT_EQ(changed.at("peak_bytes"), change.at("peak_bytes"));
   }
   EXPECT_TRUE(plan_memory(run, {"--memory", "30"}).at("changes").empty());  // the state alone is more
+}
+
+// What it asks of a GPU holds on a CPU as well.
+TEST(Commands, GpuCheckOfResumeRunsOnACpu) {
+  const TemporaryDirectory dir;
+  const std::string command = "TESSERA=" TESSERA_BINARY " " + source_path("scripts/gpu-check") +
+                              " --device cpu --only resume >" + dir.path("out") + " 2>&1";
+  EXPECT_EQ(std::system(command.c_str()), 0);
+  const std::string out = read_file(dir.path("out"));
+  for (const char* line : {"resumed at step 4: ", "with train.recompute_selective: ", "with train.recompute_all: "}) {
+    EXPECT_NE(out.find(line), std::string::npos) << out;
+  }
 }
 
 TEST(Commands, BenchKda) {
