@@ -105,8 +105,12 @@ TEST(Commands, PlanMemoryIsTheStepOfBench) {
   }
 }
 
+json plan_preset(const std::string& name, std::vector<std::string> more = {}) {
+  more.insert(more.end(), {"--model.file", source_path("configs/models/" + name + ".toml")});
+  return plan_memory(source_path("configs/runs/" + name + ".toml"), more);
+}
+
 TEST(Commands, PlanMemoryOfTheH200Presets) {
-  const auto run = [](const std::string& name) { return source_path("configs/runs/" + name + ".toml"); };
   const auto model = [](const std::string& name) {
     const json j = json_of({"plan", "model", source_path("configs/models/" + name + ".toml")});
     return std::pair(j.at("total_params").get<double>(), j.at("active_params").get<double>());
@@ -116,14 +120,14 @@ TEST(Commands, PlanMemoryOfTheH200Presets) {
   EXPECT_NEAR(active / 0.5e9, 1, 0.05);
   EXPECT_NEAR(model("h200-1m").first / 0.7e9, 1, 0.05);
   for (const char* name : {"h200-3b-a0.5b", "h200-1m"}) {
-    const json j = plan_memory(run(name), {"--memory", "139"});
+    const json j = plan_preset(name, {"--memory", "139"});
     EXPECT_TRUE(j.at("fits").get<bool>()) << name;
     EXPECT_EQ(j.at("device"), "cuda");
     EXPECT_LT(j.at("peak_bytes").get<double>(), 0.95 * 139 * double(1 << 30)) << name;
     EXPECT_EQ(j.at("usable_bytes").get<int64_t>(), int64_t{139} << 30);
   }
-  const auto peak = [&](const std::vector<std::string>& more) {
-    return plan_memory(run("h200-1m"), more).at("peak_bytes").get<double>();
+  const auto peak = [](const std::vector<std::string>& more) {
+    return plan_preset("h200-1m", more).at("peak_bytes").get<double>();
   };
   const std::vector<std::string> whole{"--train.ffn_block_tokens", "0"}, kept{"--train.recompute_all", "false"};
   EXPECT_GT(peak(whole), 1.08 * peak({}));
@@ -132,7 +136,7 @@ TEST(Commands, PlanMemoryOfTheH200Presets) {
 
 TEST(Commands, PlanMemoryByLevelOfRecompute) {
   const auto peak = [](const std::vector<std::string>& more) {
-    return plan_memory(source_path("configs/runs/h200-3b-a0.5b.toml"), more).at("peak_bytes").get<double>();
+    return plan_preset("h200-3b-a0.5b", more).at("peak_bytes").get<double>();
   };
   const double none = peak({"--train.recompute_selective", "false"}), selective = peak({}),
                some = peak({"--train.recompute", "[1, 2, 3, 4]"}), full = peak({"--train.recompute_all", "true"});
@@ -142,8 +146,8 @@ TEST(Commands, PlanMemoryByLevelOfRecompute) {
 }
 
 TEST(Commands, PlanMemorySaysWhatMakesItFit) {
-  const std::string run = source_path("configs/runs/h200-3b-a0.5b.toml");
-  const json j = plan_memory(run, {"--memory", "80"});
+  const char* run = "h200-3b-a0.5b";
+  const json j = plan_preset(run, {"--memory", "80"});
   EXPECT_FALSE(j.at("fits").get<bool>());
   ASSERT_FALSE(j.at("changes").empty());
   for (const json& change : j.at("changes")) {
@@ -154,11 +158,11 @@ TEST(Commands, PlanMemorySaysWhatMakesItFit) {
       if (value.back() == ',') value.pop_back();
       more.insert(more.end(), {"--set", key + "=" + value});
     }
-    const json changed = plan_memory(run, more);
+    const json changed = plan_preset(run, more);
     EXPECT_TRUE(changed.at("fits").get<bool>()) << change;
     EXPECT_EQ(changed.at("peak_bytes"), change.at("peak_bytes"));
   }
-  EXPECT_TRUE(plan_memory(run, {"--memory", "30"}).at("changes").empty());  // the state alone is more
+  EXPECT_TRUE(plan_preset(run, {"--memory", "30"}).at("changes").empty());  // the state alone is more
 }
 
 // What it asks of a GPU holds on a CPU as well.
