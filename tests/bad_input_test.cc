@@ -175,6 +175,9 @@ TEST_F(BadInput, RunFile) {
       {"quantile balancing with expert groups",
        train({"--model.file", grouped}),
        {"moe.groups is 2", "balance.method = \"sign\""}},
+      {"more bins than a GPU counts",
+       {"plan", "memory", path("run.toml"), "--device", "cuda", "--balance.bins", "4000"},
+       {"balance.bins is 4000", "may make 8000", "balance.bins = 3500"}},
       {"recompute of no layer", train({"--train.recompute", "[7]"}), {"train.recompute names layer 7", "has 3"}},
   });
 }

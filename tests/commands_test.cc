@@ -1,8 +1,10 @@
 // Commands that answer without a run: selfcheck, plan, bench, doctor. Their JSON is what scripts rely on.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
 #include "support.h"
 
@@ -68,6 +70,110 @@ TEST(Commands, BenchStepPlansExactlyWhatItUses) {
     for (const char* key : {"tokens_per_s", "flops_per_token", "mfu", "gemm_share", "first_step_s"}) {
       EXPECT_GT(j.at(key).get<double>(), 0) << key;
     }
+  }
+}
+
+json plan_memory(const std::string& run_file, const std::vector<std::string>& more = {}) {
+  std::vector<std::string> arguments{"plan", "memory", run_file};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return json_of(arguments);
+}
+
+// Neither the store of these run files nor a GPU is here.
+TEST(Commands, PlanMemoryIsTheStepOfBench) {
+  const TemporaryDirectory dir;
+  const std::string model = source_path("configs/models/nano.toml"), run = dir.path("run.toml");
+  write_file(run, "[model]\nfile = \"" + model + "\"\n[data]\nstore = \"nowhere\"\ncontext = 96\n" +
+                      "[train]\ntokens_per_step = 384\nmicro_tokens = 192\n");
+  for (const bool recompute : {false, true}) {
+    std::vector<std::string> bench{"bench", "step",     "--model", model,     "--context",
+                                   "96",    "--tokens", "192",     "--steps", "1"};
+    if (recompute) bench.push_back("--recompute-all");
+    const json planned = plan_memory(run, {"--train.recompute_all", recompute ? "true" : "false"});
+    const json used = json_of(bench);
+    EXPECT_EQ(planned.at("peak_bytes"), used.at("peak_bytes"));
+    EXPECT_EQ(planned.at("static_bytes"), used.at("static_bytes"));
+    EXPECT_TRUE(planned.at("documents_assumed").get<bool>());
+    EXPECT_TRUE(planned.at("fits").get<bool>());
+    int64_t sum = 0, state = 0;
+    for (const json& use : planned.at("uses")) {
+      sum += use.at("at_peak_bytes").get<int64_t>();
+      if (use.at("kind") == "state") state += use.at("at_peak_bytes").get<int64_t>();
+    }
+    EXPECT_EQ(sum, planned.at("peak_bytes").get<int64_t>());
+    EXPECT_EQ(state, planned.at("static_bytes").get<int64_t>());
+  }
+}
+
+json plan_preset(const std::string& name, std::vector<std::string> more = {}) {
+  more.insert(more.end(), {"--model.file", source_path("configs/models/" + name + ".toml")});
+  return plan_memory(source_path("configs/runs/" + name + ".toml"), more);
+}
+
+TEST(Commands, PlanMemoryOfTheH200Presets) {
+  const auto model = [](const std::string& name) {
+    const json j = json_of({"plan", "model", source_path("configs/models/" + name + ".toml")});
+    return std::pair(j.at("total_params").get<double>(), j.at("active_params").get<double>());
+  };
+  const auto [total, active] = model("h200-3b-a0.5b");
+  EXPECT_NEAR(total / 3e9, 1, 0.05);
+  EXPECT_NEAR(active / 0.5e9, 1, 0.05);
+  EXPECT_NEAR(model("h200-1m").first / 0.7e9, 1, 0.05);
+  for (const char* name : {"h200-3b-a0.5b", "h200-1m"}) {
+    const json j = plan_preset(name, {"--memory", "139"});
+    EXPECT_TRUE(j.at("fits").get<bool>()) << name;
+    EXPECT_EQ(j.at("device"), "cuda");
+    EXPECT_LT(j.at("peak_bytes").get<double>(), 0.95 * 139 * double(1 << 30)) << name;
+    EXPECT_EQ(j.at("usable_bytes").get<int64_t>(), int64_t{139} << 30);
+  }
+  const auto peak = [](const std::vector<std::string>& more) {
+    return plan_preset("h200-1m", more).at("peak_bytes").get<double>();
+  };
+  const std::vector<std::string> whole{"--train.ffn_block_tokens", "0"}, kept{"--train.recompute_all", "false"};
+  EXPECT_GT(peak(whole), 1.08 * peak({}));
+  EXPECT_GT(peak(kept), 1.5 * peak({}));
+}
+
+TEST(Commands, PlanMemoryByLevelOfRecompute) {
+  const auto peak = [](const std::vector<std::string>& more) {
+    return plan_preset("h200-3b-a0.5b", more).at("peak_bytes").get<double>();
+  };
+  const double none = peak({"--train.recompute_selective", "false"}), selective = peak({}),
+               some = peak({"--train.recompute", "[1, 2, 3, 4]"}), full = peak({"--train.recompute_all", "true"});
+  EXPECT_GT(none, 1.1 * selective);
+  EXPECT_GT(selective, 1.05 * some);
+  EXPECT_GT(some, 1.1 * full);
+}
+
+TEST(Commands, PlanMemorySaysWhatMakesItFit) {
+  const char* run = "h200-3b-a0.5b";
+  const json j = plan_preset(run, {"--memory", "80"});
+  EXPECT_FALSE(j.at("fits").get<bool>());
+  ASSERT_FALSE(j.at("changes").empty());
+  for (const json& change : j.at("changes")) {
+    std::vector<std::string> more{"--memory", "80"};
+    // "train.a = 1, train.b = 2" as --set train.a=1 --set train.b=2
+    std::istringstream words(change.at("settings").get<std::string>());
+    for (std::string key, equals, value; words >> key >> equals >> value;) {
+      if (value.back() == ',') value.pop_back();
+      more.insert(more.end(), {"--set", key + "=" + value});
+    }
+    const json changed = plan_preset(run, more);
+    EXPECT_TRUE(changed.at("fits").get<bool>()) << change;
+    EXPECT_EQ(changed.at("peak_bytes"), change.at("peak_bytes"));
+  }
+  EXPECT_TRUE(plan_preset(run, {"--memory", "30"}).at("changes").empty());  // the state alone is more
+}
+
+// What it asks of a GPU holds on a CPU as well.
+TEST(Commands, GpuCheckOfResumeRunsOnACpu) {
+  const TemporaryDirectory dir;
+  const std::string command = "TESSERA=" TESSERA_BINARY " " + source_path("scripts/gpu-check") +
+                              " --device cpu --only resume >" + dir.path("out") + " 2>&1";
+  EXPECT_EQ(std::system(command.c_str()), 0);
+  const std::string out = read_file(dir.path("out"));
+  for (const char* line : {"resumed at step 4: ", "with train.recompute_selective: ", "with train.recompute_all: "}) {
+    EXPECT_NE(out.find(line), std::string::npos) << out;
   }
 }
 

@@ -67,6 +67,8 @@ std::vector<int32_t> ids_of(int64_t step, int64_t micro_batch, uint64_t what) {
   return ids;
 }
 
+constexpr auto kNone = model::Recompute::none, kCheap = model::Recompute::cheap, kFull = model::Recompute::full;
+
 struct Result {
   std::vector<double> losses, norms;        // of each step
   std::map<std::string, Values> gradients;  // of the first step
@@ -106,7 +108,7 @@ std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::
 
 Result train(const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
   const train::RunConfig run = run_of(layout, min_tokens);
-  const model::Model model(small_config(), {.recompute = {false, true, false, true}, .mesh = mesh});
+  const model::Model model(small_config(), {.recompute = {kCheap, kFull, kNone, kFull}, .mesh = mesh});
   Arena arena(int64_t{1} << 30);
   Context ctx{Device::cpu, arena};
   train::Stepper stepper(ctx, model, run);

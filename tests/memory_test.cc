@@ -60,6 +60,33 @@ TEST_F(Memory, PlanIsTheLargestBatchOfTheRun) {
   EXPECT_GT(all.at("peak_bytes").get<double>(), 1.02 * one.at("peak_bytes").get<double>()) << "a test without a case";
 }
 
+TEST_F(Memory, PlanMemoryIsThePlanOfTheRun) {
+  const Outcome o =
+      tessera({"plan", "memory", dir_->path("run.toml"), "--run.dir", dir_->path("planned"), "--data.store",
+               dir_->path("mixed"), "--train.tokens_per_step", "256", "--train.micro_tokens", "128", "--json"});
+  ASSERT_EQ(o.exit_code, 0) << o.err;
+  const json planned = json::parse(o.out), run = trained("planned");
+  EXPECT_FALSE(planned.at("documents_assumed").get<bool>());
+  EXPECT_EQ(planned.at("peak_bytes"), run.at("peak_bytes"));
+}
+
+TEST_F(Memory, SelectiveRecomputeAndFeedForwardInBlocks) {
+  for (const auto& more : std::vector<std::vector<std::string>>{
+           {"--train.recompute_selective", "true", "--train.recompute", "[2]"}, {"--train.ffn_block_tokens", "48"}}) {
+    const json run = trained("levels" + more[0], more);
+    EXPECT_EQ(run.at("peak_bytes"), run.at("planned_peak_bytes"));
+  }
+}
+
+TEST_F(Memory, RunThatDoesNotFitIsRefusedBeforeItBegins) {
+  const Outcome o = tessera({"train", dir_->path("run.toml"), "--run.dir", dir_->path("refused"), "--model.file",
+                             source_path("configs/models/kimi-linear-48b-a3b.toml")});
+  EXPECT_EQ(o.exit_code, 2);
+  EXPECT_NE(o.err.find("the run needs"), std::string::npos) << o.err;
+  EXPECT_NE(o.err.find("no setting is enough, choose a smaller model"), std::string::npos) << o.err;
+  EXPECT_FALSE(std::filesystem::exists(dir_->path("refused")));
+}
+
 TEST_F(Memory, RecomputedLayersAndSmallLossBlocks) {
   const json run = trained("recomputed", {"--train.recompute_all", "true", "--train.loss_block_rows", "16"});
   EXPECT_EQ(run.at("peak_bytes"), run.at("planned_peak_bytes"));

@@ -175,9 +175,11 @@ TEST_F(Resume, NothingValidIsNotANewRun) {
 }
 
 TEST_F(Resume, RecomputeChangesNoBit) {
-  const Outcome run = tessera(arguments("recompute", {"--train.recompute_all", "true"}));
-  ASSERT_EQ(run.exit_code, 0) << run.err;
-  expect_same(final_of(dir_->path("recompute")), *want_);
+  for (const char* key : {"--train.recompute_all", "--train.recompute_selective"}) {
+    const Outcome run = tessera(arguments(std::string("with") + key, {key, "true"}));
+    ASSERT_EQ(run.exit_code, 0) << run.err;
+    expect_same(final_of(dir_->path(std::string("with") + key)), *want_);
+  }
 }
 
 TEST_F(Resume, BalanceOptionsMayChange) {

@@ -153,6 +153,12 @@ void add_bench(CLI::App& app) {
       ->capture_default_str()
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--recompute-all", args->step.recompute_all, "step: recompute every layer in backward");
+  command->add_flag("--recompute-selective", args->step.recompute_selective, "step: recompute what is cheap");
+  command
+      ->add_option("--ffn-block-tokens", args->step.ffn_block_tokens,
+                   "step: tokens that a feed-forward part takes at a time; 0: all at once")
+      ->capture_default_str()
+      ->check(at_least(0));
   command->add_flag("--kda-only", args->step.kda_only, "step: make every mixer KDA, for cost against length");
   command->add_option("--heads", args->heads, "kda: heads")->capture_default_str()->check(at_least(1));
   command->add_option("--dim", args->dim, "kda: key and value width of a head")

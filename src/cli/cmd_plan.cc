@@ -3,14 +3,20 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
+#include "cli/overrides.h"
 #include "cli/ranges.h"
 #include "model/accounting.h"
+#include "train/plan_run.h"
 
 namespace tessera::cli {
 namespace {
+
+constexpr double kH200UsableGib = 139;  // of its 140.4, less the driver's own
 
 struct Args {
   std::string model_file;
@@ -60,6 +66,127 @@ void plan_model(const Args& args) {
         components.text() + "\n" + facts.text());
 }
 
+struct MemoryArgs {
+  std::string run_file;
+  Overrides overrides;
+  std::optional<Device> device;
+  double memory_gib = 0;  // 0: not given
+  bool json = false;
+};
+
+// A target and where the figure comes from.
+struct Usable {
+  int64_t bytes;
+  std::string source;
+};
+
+Usable usable_of(const MemoryArgs& args, Device device) {
+  constexpr double kGib = double(int64_t{1} << 30);
+  if (args.memory_gib > 0) return {static_cast<int64_t>(args.memory_gib * kGib), "--memory"};
+  if (device == Device::cpu) return {train::usable_bytes(device), "this machine, now"};
+  const std::vector<GpuInfo> gpus = list_gpus();
+  if (!gpus.empty()) return {train::usable_bytes(device), "free on the " + gpus.front().name + " here"};
+  return {static_cast<int64_t>(kH200UsableGib * kGib), "of one H200 (141 GB); there is no GPU here"};
+}
+
+const char* kind_name(train::MemoryUse::Kind kind) {
+  switch (kind) {
+    case train::MemoryUse::Kind::state: return "state";
+    case train::MemoryUse::Kind::activations: return "activations";
+    case train::MemoryUse::Kind::workspace: return "workspace";
+  }
+  return "";
+}
+
+void print_memory(const train::RunConfig& config, const train::RunPlan& plan, const Usable& usable,
+                  const std::vector<train::Change>& changes, bool json) {
+  const train::MemoryPlan& m = plan.memory;
+  const bool fits = m.fits(usable.bytes);
+  const auto limit = [&](double share) { return static_cast<int64_t>(share * double(usable.bytes)); };
+  const int64_t most_state = limit(m.kMostState), most_peak = limit(m.kMostPeak);
+  if (json) {
+    nlohmann::ordered_json uses = nlohmann::ordered_json::array(), fitting = nlohmann::ordered_json::array();
+    for (const auto& use : m.uses) {
+      uses.push_back({{"what", use.what},
+                      {"kind", kind_name(use.kind)},
+                      {"at_peak_bytes", use.at_peak_bytes},
+                      {"most_bytes", use.most_bytes}});
+    }
+    for (const auto& change : changes) {
+      fitting.push_back({{"settings", change.settings}, {"peak_bytes", change.memory.planned_peak}});
+    }
+    return print_json({{"fits", fits},
+                       {"device", config.device == Device::cuda ? "cuda" : "cpu"},
+                       {"static_bytes", m.static_bytes},
+                       {"gradient_bytes", m.gradient_bytes},
+                       {"peak_bytes", m.planned_peak},
+                       {"usable_bytes", usable.bytes},
+                       {"static_without_gradients_limit_bytes", most_state},
+                       {"peak_limit_bytes", most_peak},
+                       {"context_tokens", config.data.context},
+                       {"micro_tokens", config.train.micro_tokens},
+                       {"documents_assumed", plan.assumed},
+                       {"uses", uses},
+                       {"changes", fitting}});
+  }
+  Table table({"what", "kind", "at the peak", "at most"});
+  for (const auto& use : m.uses) {
+    table.add({use.what, kind_name(use.kind), human_bytes(use.at_peak_bytes), human_bytes(use.most_bytes)});
+  }
+  table.add({"peak", "", human_bytes(m.planned_peak), ""});
+  std::string text = fmt::format("{}, {}: micro-batches of {} tokens, {}\n\n{}\n", config.model_file,
+                                 config.device == Device::cuda ? "cuda" : "cpu", config.train.micro_tokens,
+                                 plan.assumed ? fmt::format("assumed to be documents of {} tokens, as {} is not there",
+                                                            config.data.context, config.data.store)
+                                              : "documents as " + config.data.store + " has them",
+                                 table.text());
+  Table rule;
+  rule.add({"usable", human_bytes(usable.bytes), usable.source});
+  rule.add({"state without gradients", human_bytes(m.static_bytes - m.gradient_bytes),
+            fmt::format("at most 70 %: {}", human_bytes(most_state))});
+  rule.add({"peak", human_bytes(m.planned_peak), fmt::format("at most 95 %: {}", human_bytes(most_peak))});
+  text += rule.text() + (fits ? "\nfits\n" : "\ndoes not fit");
+  if (!fits && changes.empty()) text += ", and no setting makes it fit: choose a smaller model\n";
+  if (!changes.empty()) text += "; the cheapest settings that make it fit:\n";
+  for (const auto& change : changes) {
+    text += fmt::format("  {}  ->  {}\n", change.settings, human_bytes(change.memory.planned_peak));
+  }
+  print(text);
+}
+
+void plan_memory(const MemoryArgs& args) {
+  const train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
+    args.overrides.apply(o);
+    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
+  });
+  const train::RunPlan plan = train::plan_run(config);
+  const Usable usable = usable_of(args, config.device);
+  std::vector<train::Change> changes;
+  if (!plan.memory.fits(usable.bytes)) changes = train::cheapest_changes(config, usable.bytes);
+  print_memory(config, plan, usable, changes, args.json);
+}
+
+void add_memory(CLI::App& group) {
+  auto args = std::make_shared<MemoryArgs>();
+  CLI::App* command = group.add_subcommand(
+      "memory", "What a run takes, by a dry run of its batches; neither a GPU nor the token store need be there");
+  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  command
+      ->add_option("--memory", args->memory_gib,
+                   fmt::format("GiB that are usable; not given: what is free here, for cuda without a GPU {} (H200)",
+                               kH200UsableGib))
+      ->type_name("GIB")
+      ->check(CLI::PositiveNumber);
+  command->add_flag("--json", args->json, "Print figures as JSON");
+  add_device_option(
+      *command, [args](Device device) { args->device = device; }, true);
+  train::RunConfig defaults;
+  config::Options options;
+  defaults.bind(options);
+  args->overrides.add_to(*command, options.keys());
+  command->callback([args] { plan_memory(*args); });
+}
+
 }  // namespace
 
 void add_plan(CLI::App& app) {
@@ -73,6 +200,7 @@ void add_plan(CLI::App& app) {
       ->check(at_least(1));
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args] { plan_model(*args); });
+  add_memory(*group);
 }
 
 }  // namespace tessera::cli

@@ -128,6 +128,7 @@ void run(const Args& args) {
   RunResult result;
   job.run([&] {
     config = load(args);
+    config.require_machine(args.run_file);
     job.set(config.job);
     dist::Communicator world = job.world();
     if (!world.alone()) dist::require_same(world, facts_of(config));

@@ -4,12 +4,12 @@
 
 namespace tessera::cli {
 
-void add_device_option(CLI::App& command, std::function<void(Device)> chosen) {
+void add_device_option(CLI::App& command, std::function<void(Device)> chosen, bool anywhere) {
   command
       .add_option_function<std::string>(
           "--device",
-          [chosen = std::move(chosen)](const std::string& name) {
-            if (name == "cuda") gpu::require();
+          [chosen = std::move(chosen), anywhere](const std::string& name) {
+            if (name == "cuda" && !anywhere) gpu::require();
             chosen(name == "cuda" ? Device::cuda : Device::cpu);
           },
           "Where to compute: cpu or cuda (one NVIDIA GPU)")

@@ -11,8 +11,8 @@ class App;
 
 namespace tessera::cli {
 
-// UserError where "cuda" is asked for and cannot work on this machine.
-void add_device_option(CLI::App& command, std::function<void(Device)> chosen);
+// UserError where "cuda" is asked for and cannot work on this machine, unless it is `anywhere` that is asked about.
+void add_device_option(CLI::App& command, std::function<void(Device)> chosen, bool anywhere = false);
 void add_device_option(CLI::App& command, Device& device);
 
 }  // namespace tessera::cli

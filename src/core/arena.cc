@@ -39,6 +39,9 @@ Arena::Arena(Arena&& other) noexcept
       capacity_(std::exchange(other.capacity_, 0)),
       used_(std::exchange(other.used_, 0)),
       peak_(std::exchange(other.peak_, 0)),
+      label_(other.label_),
+      segments_(std::move(other.segments_)),
+      uses_(std::move(other.uses_)),
       memory_(other.memory_),
       poison_(other.poison_) {}
 
@@ -56,6 +59,7 @@ View Arena::allocate(DType dtype, Shape shape) {
   TESSERA_CHECK(bytes <= capacity_ - used_,
                 "arena of {} bytes, {} used, asked for {} more: the plan and the run differ", capacity_, used_, bytes);
   void* p = base_ == nullptr ? nullptr : base_ + used_;
+  if (is_dry()) enter(bytes);
   used_ += bytes;
   peak_ = std::max(peak_, used_);
   const bool real = dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16;
@@ -78,7 +82,32 @@ View Arena::allocate_zeroed(DType dtype, Shape shape) {
 
 void Arena::release_to(int64_t mark) {
   TESSERA_CHECK(mark >= 0 && mark <= used_, "release to {} with {} used: scopes closed out of order", mark, used_);
+  if (is_dry()) leave(mark);
   used_ = mark;
+}
+
+void Arena::enter(int64_t bytes) {
+  if (segments_.empty() || segments_.back().label != label_) segments_.push_back({used_, label_});
+  Use& use = uses_[label_];
+  use.now += bytes;
+  use.most = std::max(use.most, use.now);
+}
+
+void Arena::leave(int64_t mark) {
+  if (mark < used_ && used_ == peak_) uses_ = uses();
+  for (int64_t end = used_; end > mark;) {
+    const int64_t begin = std::max(segments_.back().begin, mark);
+    uses_[segments_.back().label].now -= end - begin;
+    if (segments_.back().begin >= mark) segments_.pop_back();
+    end = begin;
+  }
+}
+
+std::map<std::string, Arena::Use> Arena::uses() const {
+  std::map<std::string, Use> uses = uses_;
+  if (used_ < peak_) return uses;
+  for (auto& [label, use] : uses) use.at_peak = use.now;
+  return uses;
 }
 
 }  // namespace tessera

@@ -6,6 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
 
 #include "core/view.h"
 
@@ -36,6 +39,12 @@ class Arena {
   // Fills every float allocation with NaN, so that reading what was never written shows. For tests and `selfcheck`.
   void set_poison(bool on) { poison_ = on; }
 
+  // What was allocated under a label, now, at the moment of the arena's peak (these add up to it), and at most.
+  struct Use {
+    int64_t now = 0, at_peak = 0, most = 0;
+  };
+  std::map<std::string, Use> uses() const;  // by label; only dry arenas keep that account
+
   static int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
   // Releases on leaving the block what was allocated inside it.
@@ -51,12 +60,36 @@ class Arena {
     int64_t mark_;
   };
 
+  // Names what is allocated in the block, for uses(); the innermost label counts.
+  class Label {
+   public:
+    Label(Arena& arena, const char* name) : arena_(arena), outer_(arena.label_) { arena.label_ = name; }
+    ~Label() { arena_.label_ = outer_; }
+    Label(const Label&) = delete;
+    Label& operator=(const Label&) = delete;
+
+   private:
+    Arena& arena_;
+    const char* outer_;
+  };
+
  private:
+  // From `begin` to the next segment's, the last one to the end of what is used.
+  struct Segment {
+    int64_t begin;
+    const char* label;
+  };
+
   Arena() = default;
+  void enter(int64_t bytes);
+  void leave(int64_t mark);
   std::byte* base_ = nullptr;
   int64_t capacity_ = 0;
   int64_t used_ = 0;
   int64_t peak_ = 0;
+  const char* label_ = "other";
+  std::vector<Segment> segments_;
+  std::map<std::string, Use> uses_;
   Memory memory_ = Memory::host;
   bool poison_ = false;
 };

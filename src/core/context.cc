@@ -26,7 +26,7 @@ Costs Ledger::total() const {
 }
 
 OpScope::OpScope(Context& context, const char* name, Pass pass, const Costs& costs)
-    : context_(context), name_(name), pass_(pass), workspace_(context.arena) {
+    : context_(context), name_(name), pass_(pass), workspace_(context.arena), label_(context.arena, name) {
   if (context_.device == Device::cuda) gpu::begin_range(name);
   if (context_.ledger == nullptr) return;
   context_.ledger->charge(name, pass, costs);

@@ -84,6 +84,7 @@ class OpScope {
   const char* name_;
   Pass pass_;
   Arena::Scope workspace_;
+  Arena::Label label_;  // the workspace is the op's
   Clock::time_point begin_;
 };
 

@@ -13,7 +13,7 @@ ops::glu::Dims glu_dims(const LayerContext& lc, const View& gate) {
 
 }  // namespace
 
-Saved allocate_saved(const LayerContext& lc, const DenseParams& p) {
+Saved allocate_dear(const LayerContext& lc, const DenseParams& p) {
   const Shape hidden{lc.tokens, lc.weights[p.gate].dim(0)};
   return {lc.allocate(hidden), lc.allocate(hidden)};
 }
@@ -70,10 +70,9 @@ void experts_forward(const LayerContext& lc, const MoeParams& p, const View& z, 
   const auto& m = lc.config.moe;
   const int64_t width = lc.config.expert_width();
   if (!shares_experts(lc)) {
-    const ops::experts::Dims dims = expert_dims(lc, p, lc.tokens);
-    s.experts = ops::experts::allocate_saved(lc.ctx, dims, lc.dtype);
-    return ops::experts::forward(lc.ctx, dims, expert_inputs(lc, p, z, s.routing.experts, s.routing.weights),
-                                 {y, squares}, &s.experts);
+    return ops::experts::forward(lc.ctx, expert_dims(lc, p, lc.tokens),
+                                 expert_inputs(lc, p, z, s.routing.experts, s.routing.weights), {y, squares},
+                                 &s.experts);
   }
   dist::Communicator& axis = lc.mesh->expert;
   const dist::ExpertRanges ranges = expert_ranges(lc);
@@ -131,7 +130,7 @@ void router_logits(const LayerContext& lc, const MoeParams& p, const View& x, co
 
 }  // namespace
 
-Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
+Saved allocate_dear(const LayerContext& lc, const MoeParams& p) {
   const auto& m = lc.config.moe;
   const Shape latent{lc.tokens, lc.config.expert_width()};
   Saved s;
@@ -143,13 +142,21 @@ Saved allocate_saved(const LayerContext& lc, const MoeParams& p) {
   if (m.latent > 0) {
     s.z = lc.allocate(latent);
     s.u = lc.allocate(latent);
-    if (p.norm != kNone) {
-      s.n = lc.allocate(latent);
-      s.norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
-    }
   }
-  if (m.shared > 0) s.shared = mlp::allocate_saved(lc, p.shared);
+  if (!shares_experts(lc)) s.experts = ops::experts::allocate_saved(lc.ctx, expert_dims(lc, p, lc.tokens), lc.dtype);
+  if (m.shared > 0) s.shared = mlp::allocate_dear(lc, p.shared);
   return s;
+}
+
+void allocate_cheap(const LayerContext& lc, const MoeParams& p, Saved& s) {
+  if (p.norm == kNone) return;
+  s.n = lc.allocate(s.u.shape());
+  s.norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
+}
+
+void make_cheap(const LayerContext& lc, const MoeParams& p, Saved& s) {
+  if (p.norm == kNone) return;
+  ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
 }
 
 void forward(const LayerContext& lc, const MoeParams& p, const View& x, const View& y, Saved& s,
@@ -170,9 +177,7 @@ void forward(const LayerContext& lc, const MoeParams& p, const View& x, const Vi
   if (m.latent > 0) {
     project(lc, x, p.down, s.z);
     experts_forward(lc, p, s.z, s.u, squares, s);
-    if (p.norm != kNone) {
-      ops::rms_norm::forward(lc.ctx, norm_dims(lc), {s.u, lc.weights[p.norm]}, {s.n}, &s.norm);
-    }
+    make_cheap(lc, p, s);
     project(lc, s.n.present() ? s.n : s.u, p.up, y);
   } else {
     experts_forward(lc, p, x, y, squares, s);

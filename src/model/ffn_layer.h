@@ -14,7 +14,7 @@ struct Saved {
   View gate, up;  // (T, F) pre-activations
 };
 
-Saved allocate_saved(const LayerContext&, const DenseParams&);
+Saved allocate_dear(const LayerContext&, const DenseParams&);  // nothing in it is cheap
 void forward(const LayerContext&, const DenseParams&, const View& x, const View& y, Saved&);
 void backward(const LayerContext&, const DenseParams&, const View& x, const Saved&, const View& dy, const View& dx,
               Into into);
@@ -45,8 +45,10 @@ struct Counting {
   const ops::router::Counters& counters;
 };
 
-Saved allocate_saved(const LayerContext&, const MoeParams&);
+Saved allocate_dear(const LayerContext&, const MoeParams&);
+void allocate_cheap(const LayerContext&, const MoeParams&, Saved&);
 void forward(const LayerContext&, const MoeParams&, const View& x, const View& y, Saved&, const Counting*);
+void make_cheap(const LayerContext&, const MoeParams&, Saved&);  // from the dear part; same bits
 // Adds the gradient of `z_loss` times the sum of the router's z-losses; 0: none, and nothing is computed for it.
 void backward(const LayerContext&, const MoeParams&, const View& x, const Saved&, const View& dy, const View& dx,
               double z_loss);

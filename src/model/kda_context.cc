@@ -53,25 +53,26 @@ static void for_each_earlier(const ContextShard& shard, int64_t width, F&& f) {
   }
 }
 
-View window_from_left(const LayerContext& lc, const View& x, int64_t width) {
-  if (!crosses(lc)) return {};
+View allocate_window(const LayerContext& lc, int64_t channels, int64_t width) {
+  const int64_t first = std::min<int64_t>(lc.documents.count(), 1);
+  return lc.ctx.arena.allocate(lc.dtype, {first, width - 1, channels});
+}
+
+void window_from_left(const LayerContext& lc, const View& x, const View& window) {
   const ContextShard& shard = *lc.shard;
-  const int64_t channels = x.dim(1), own = std::min(width - 1, lc.tokens);
-  const View windows = lc.ctx.arena.allocate_zeroed(lc.dtype, {lc.documents.count(), width - 1, channels});
+  const int64_t rows = window.dim(1), channels = x.dim(1), own = std::min(rows, lc.tokens);
   Arena::Scope scope(lc.ctx.arena);
-  const View ends = lc.ctx.arena.allocate_zeroed(lc.dtype, {shard.size(), (width - 1) * channels});
-  copy(x.row_range(lc.tokens - own, own),
-       ends.at(shard.rank()).reshaped({width - 1, channels}).row_range(width - 1 - own, own));
+  const View ends = lc.ctx.arena.allocate_zeroed(lc.dtype, {shard.size(), rows * channels});
+  copy(x.row_range(lc.tokens - own, own), ends.at(shard.rank()).reshaped({rows, channels}).row_range(rows - own, own));
   shard.axis().all_gather(ends);
-  if (lc.documents.count() == 0) return windows;
-  for_each_earlier(shard, width, [&](int owner, int64_t from, int64_t to) {
-    copy(ends.at(owner).reshaped({width - 1, channels}).at(from), windows.at(0).at(to));
+  window.zero();
+  if (lc.documents.count() == 0) return;
+  for_each_earlier(shard, rows + 1, [&](int owner, int64_t from, int64_t to) {
+    copy(ends.at(owner).reshaped({rows, channels}).at(from), window.at(0).at(to));
   });
-  return windows;
 }
 
 void window_gradient_to_left(const LayerContext& lc, const View& dwindow, const View& dx) {
-  if (!crosses(lc)) return;
   const ContextShard& shard = *lc.shard;
   const int64_t window = dwindow.dim(1), channels = dwindow.dim(2), own = std::min(window, lc.tokens);
   Arena::Scope scope(lc.ctx.arena);
@@ -90,12 +91,14 @@ void window_gradient_to_left(const LayerContext& lc, const View& dwindow, const 
 
 // ---- states ----
 
-View entering_state(const LayerContext& lc, const ops::kda::Dims& d, const ops::kda::Inputs& in,
-                    const View& transition) {
-  if (!crosses(lc)) return {};
+View allocate_entering_state(const LayerContext& lc, const ops::kda::Dims& d) {
+  return lc.shard->enters(lc.shard->rank()) ? one_state(lc, d) : View();
+}
+
+void entering_state(const LayerContext& lc, const ops::kda::Dims& d, const ops::kda::Inputs& in, const View& transition,
+                    const View& state) {
   const ContextShard& shard = *lc.shard;
   const int self = shard.rank();
-  const View state = shard.enters(self) ? one_state(lc, d) : View();
   Arena::Scope scope(lc.ctx.arena);
   const Maps maps(lc, d, shard.size());
   if (shard.leaves(self)) {
@@ -111,7 +114,6 @@ View entering_state(const LayerContext& lc, const ops::kda::Dims& d, const ops::
     const bool begins_here = shard.begin(rank) <= shard.first_begin(self);
     ops::kda::fold(lc.ctx, maps.of(rank, !begins_here), state.at(0));
   }
-  return state;
 }
 
 View leaving_gradient(const LayerContext& lc, const ops::kda::Dims& d, const ops::kda::Inputs& in,

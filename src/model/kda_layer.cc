@@ -72,20 +72,39 @@ Cache allocate_cache(Arena& arena, const ModelConfig& c, int64_t sequences, DTyp
           arena.allocate_zeroed(exact_type(dtype), {sequences, k.heads, k.head_dim, k.head_dim})};
 }
 
-Saved allocate_saved(const LayerContext& lc, bool training) {
+Saved allocate_dear(const LayerContext& lc, bool training) {
   const auto& k = lc.config.kda;
   const Shape row{lc.tokens, inner(lc)}, latent{lc.tokens, k.gate_rank};
   Saved s;
-  for (View* v : {&s.q_in, &s.k_in, &s.v_in, &s.q, &s.k, &s.v, &s.z, &s.gate, &s.o}) *v = lc.allocate(row);
+  for (View* v : {&s.q_in, &s.k_in, &s.v_in, &s.z, &s.gate, &s.o}) *v = lc.allocate(row);
   s.decay_latent = lc.allocate(latent);
   if (k.output_gate == OutputGate::low_rank) s.gate_latent = lc.allocate(latent);
   s.beta_logit = lc.allocate({lc.tokens, k.heads});
-  s.q_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
-  s.k_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
   s.o_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
-  if (crosses(lc)) s.transition = lc.ctx.arena.allocate_zeroed(exact_type(lc.dtype), {k.heads, k.head_dim, k.head_dim});
+  if (crosses(lc)) {
+    for (View* v : {&s.q_window, &s.k_window, &s.v_window}) *v = allocate_window(lc, inner(lc), k.conv_width);
+    s.initial_state = allocate_entering_state(lc, kda_dims(lc));
+    s.transition = lc.ctx.arena.allocate_zeroed(exact_type(lc.dtype), {k.heads, k.head_dim, k.head_dim});
+  }
   if (training) s.kda = ops::kda::allocate_saved(lc.ctx, kda_dims(lc), lc.documents, lc.dtype);
   return s;
+}
+
+void allocate_cheap(const LayerContext& lc, Saved& s) {
+  for (View* v : {&s.q, &s.k, &s.v}) *v = lc.allocate({lc.tokens, inner(lc)});
+  s.q_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
+  s.k_norm = ops::l2_norm::allocate_saved(lc.ctx, l2_dims(lc), lc.dtype);
+}
+
+void make_cheap(const LayerContext& lc, const KdaParams& p, Saved& s, Cache* cache) {
+  const Cache none;
+  const Cache& c = cache != nullptr ? *cache : none;
+  convolve(lc, s.q_in, p.q_conv, s.q, cache != nullptr ? c.q_window : s.q_window, c.q_window);
+  convolve(lc, s.k_in, p.k_conv, s.k, cache != nullptr ? c.k_window : s.k_window, c.k_window);
+  convolve(lc, s.v_in, p.v_conv, s.v, cache != nullptr ? c.v_window : s.v_window, c.v_window);
+  const View q_rows = as_head_rows(lc, s.q), k_rows = as_head_rows(lc, s.k);
+  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {q_rows}, {q_rows}, &s.q_norm);
+  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {k_rows}, {k_rows}, &s.k_norm);
 }
 
 void forward(const LayerContext& lc, const KdaParams& p, const View& x, const View& y, Saved& s, bool training,
@@ -93,19 +112,12 @@ void forward(const LayerContext& lc, const KdaParams& p, const View& x, const Vi
   project(lc, x, p.q_proj, s.q_in);
   project(lc, x, p.k_proj, s.k_in);
   project(lc, x, p.v_proj, s.v_in);
-  const auto window = [&](const View& in, const View Cache::*cached) {
-    return cache != nullptr ? cache->*cached : window_from_left(lc, in, lc.config.kda.conv_width);
-  };
-  s.q_window = window(s.q_in, &Cache::q_window);
-  s.k_window = window(s.k_in, &Cache::k_window);
-  s.v_window = window(s.v_in, &Cache::v_window);
-  convolve(lc, s.q_in, p.q_conv, s.q, s.q_window, cache != nullptr ? s.q_window : View());
-  convolve(lc, s.k_in, p.k_conv, s.k, s.k_window, cache != nullptr ? s.k_window : View());
-  convolve(lc, s.v_in, p.v_conv, s.v, s.v_window, cache != nullptr ? s.v_window : View());
-  const View q_rows = as_head_rows(lc, s.q), k_rows = as_head_rows(lc, s.k);
-  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {q_rows}, {q_rows}, &s.q_norm);
-  ops::l2_norm::forward(lc.ctx, l2_dims(lc), {k_rows}, {k_rows}, &s.k_norm);
-
+  if (crosses(lc)) {
+    window_from_left(lc, s.q_in, s.q_window);
+    window_from_left(lc, s.k_in, s.k_window);
+    window_from_left(lc, s.v_in, s.v_window);
+  }
+  make_cheap(lc, p, s, cache);
   project(lc, x, p.f_a, s.decay_latent);
   project(lc, s.decay_latent, p.f_b, s.z);
   project(lc, x, p.b_proj, s.beta_logit);
@@ -119,7 +131,7 @@ void forward(const LayerContext& lc, const KdaParams& p, const View& x, const Vi
   ops::kda::Inputs in = kda_inputs(lc, p, s);
   const View o = as_heads(lc, s.o);
   if (cache == nullptr) {
-    in.initial_state = s.initial_state = entering_state(lc, kda_dims(lc), in, s.transition);
+    if (crosses(lc)) entering_state(lc, kda_dims(lc), in, s.transition, s.initial_state);
     ops::kda::forward(lc.ctx, kda_dims(lc), in, {o, View()}, training ? &s.kda : nullptr);
   } else if (lc.tokens == lc.documents.count()) {
     ops::kda::step(lc.ctx, kda_dims(lc), in, cache->state, o);

@@ -1,7 +1,9 @@
 // What the layers share: where they are, and projections by parameter.
 //
 // A layer is a short function of op calls and, below it, its mirror image. What backward needs is a struct of named
-// views, taken from the arena before the temporaries, so that temporaries are released first.
+// views, taken from the arena before the temporaries, so that temporaries are released first. It is taken in two parts:
+// first what is dear to compute again (results of matrix products, of KDA and of attention), then what is cheap
+// (convolutions, norms), which a layer may drop after forward and make again before backward.
 #pragma once
 
 #include "core/documents.h"
@@ -17,7 +19,7 @@ struct LayerContext {
   const ModelConfig& config;
   const Weights& weights;
   Documents documents;
-  int64_t tokens;  // T
+  int64_t tokens;  // T; a feed-forward part may be given a block of them, of whatever documents
   DType dtype;
   dist::Mesh* mesh = nullptr;           // null: this process alone
   double expert_imbalance = 0;          // ModelOptions

@@ -85,18 +85,12 @@ Cache allocate_cache(Arena& arena, const ModelConfig& c, int64_t sequences, int6
   return cache;
 }
 
-Saved allocate_saved(const LayerContext& lc) {
+Saved allocate_dear(const LayerContext& lc) {
   const auto& m = lc.config.mla;
   Saved s;
-  if (m.q_rank > 0) {
-    s.q_latent_in = lc.allocate({lc.tokens, m.q_rank});
-    s.q_latent = lc.allocate({lc.tokens, m.q_rank});
-    s.q_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.q_rank), lc.dtype);
-  }
+  if (m.q_rank > 0) s.q_latent_in = lc.allocate({lc.tokens, m.q_rank});
   s.q = lc.allocate({lc.tokens, m.heads * (m.nope_dim + m.rope_dim)});
   s.kv_in = lc.allocate({lc.tokens, m.kv_rank + m.rope_dim});
-  s.c = lc.allocate({lc.tokens, m.kv_rank});
-  s.c_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.kv_rank), lc.dtype);
   if (lc.shard != nullptr) s.keys = lc.allocate({key_rows(lc), m.kv_rank + m.rope_dim});
   s.kv = lc.allocate({key_rows(lc), m.heads * (m.nope_dim + m.value_dim)});
   s.attention = ops::mla::allocate_saved(lc.ctx, mla_dims(lc), lc.dtype);
@@ -105,20 +99,35 @@ Saved allocate_saved(const LayerContext& lc) {
   return s;
 }
 
+void allocate_cheap(const LayerContext& lc, Saved& s) {
+  const auto& m = lc.config.mla;
+  s.c = lc.allocate({lc.tokens, m.kv_rank});
+  s.c_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.kv_rank), lc.dtype);
+  if (m.q_rank == 0) return;
+  s.q_latent = lc.allocate({lc.tokens, m.q_rank});
+  s.q_norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc, m.q_rank), lc.dtype);
+}
+
+void make_cheap(const LayerContext& lc, const MlaParams& p, Saved& s) {
+  const auto& m = lc.config.mla;
+  ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.kv_rank), {latent_part(lc, s.kv_in), lc.weights[p.kv_a_norm]}, {s.c},
+                         &s.c_norm);
+  if (m.q_rank == 0) return;
+  ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.q_rank), {s.q_latent_in, lc.weights[p.q_a_norm]}, {s.q_latent},
+                         &s.q_norm);
+}
+
 void forward(const LayerContext& lc, const MlaParams& p, const View& x, const View& y, Saved& s, const View& max_logit,
              Cache* cache) {
   const auto& m = lc.config.mla;
+  project(lc, x, p.kv_a, s.kv_in);
+  if (m.q_rank > 0) project(lc, x, p.q_a, s.q_latent_in);
+  make_cheap(lc, p, s);
   if (m.q_rank > 0) {
-    project(lc, x, p.q_a, s.q_latent_in);
-    ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.q_rank), {s.q_latent_in, lc.weights[p.q_a_norm]}, {s.q_latent},
-                           &s.q_norm);
     project(lc, s.q_latent, p.q_b, s.q);
   } else {
     project(lc, x, p.q_proj, s.q);
   }
-  project(lc, x, p.kv_a, s.kv_in);
-  ops::rms_norm::forward(lc.ctx, norm_dims(lc, m.kv_rank), {latent_part(lc, s.kv_in), lc.weights[p.kv_a_norm]}, {s.c},
-                         &s.c_norm);
   const bool first_call = cache == nullptr || std::ranges::all_of(cache->length, [](int64_t n) { return n == 0; });
   if (cache != nullptr) append(lc, s, *cache);
   if (first_call) {

@@ -30,11 +30,13 @@ struct Cache {
 };
 Cache allocate_cache(Arena&, const ModelConfig&, int64_t sequences, int64_t capacity, DType);
 
-Saved allocate_saved(const LayerContext&);
+Saved allocate_dear(const LayerContext&);
+void allocate_cheap(const LayerContext&, Saved&);
 // y (T, D) from x (T, D). `max_logit` (H) may be absent. With a cache: the first call of a sequence may bring any
 // number of tokens, later calls one token a sequence.
 void forward(const LayerContext&, const MlaParams&, const View& x, const View& y, Saved&, const View& max_logit,
              Cache* cache);
+void make_cheap(const LayerContext&, const MlaParams&, Saved&);  // from the dear part; same bits
 void backward(const LayerContext&, const MlaParams&, const View& x, const Saved&, const View& dy, const View& dx);
 
 }  // namespace tessera::model::mla_layer

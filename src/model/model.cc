@@ -1,14 +1,18 @@
 #include "model/model.h"
 
+#include <algorithm>
+
 #include "ops/cross_entropy/op.h"
 #include "ops/elementwise/op.h"
 #include "ops/embedding/op.h"
 
 namespace tessera::model {
 
-// What the backward of a sublayer needs beside the residual stream.
+// What the backward of a sublayer needs beside the residual stream: first its layer's dear part, from `cheap` on what
+// can be made again from that.
 struct Model::SublayerSaved {
-  View h;  // (T, D) mixed input; absent where the sublayer reads P itself
+  int64_t cheap = 0;  // mark of the arena
+  View h;             // (T, D) mixed input; absent where the sublayer reads P itself
   ops::attn_res::Saved mix;
   ops::rms_norm::Saved norm;
   View x;                // (T, D) normalised input
@@ -31,11 +35,17 @@ Shard shard_of(const ModelConfig& c, const dist::Mesh* mesh) {
   return {ranges.begin(mesh->expert.rank()), ranges.count(mesh->expert.rank())};
 }
 
+// In the account of memory.
+const char* kind_of(const ModelConfig& c, int64_t s) {
+  if (is_mixer(s)) return c.is_mla(layer_of(s)) ? "MLA" : "KDA";
+  return c.is_moe(layer_of(s)) ? "MoE" : "dense FFN";
+}
+
 }  // namespace
 
 Model::Model(ModelConfig config, ModelOptions options)
     : config_(std::move(config)), options_(std::move(options)), table_(config_, shard_of(config_, options_.mesh)) {
-  options_.recompute.resize(static_cast<size_t>(config_.layers), false);
+  options_.recompute.resize(static_cast<size_t>(config_.layers), Recompute::none);
 }
 
 LayerContext Model::layer_context(Context& ctx, const Weights& w, const Batch& batch) const {
@@ -64,6 +74,7 @@ int64_t Model::mla_layers() const {
 
 StepRecord Model::allocate_record(Arena& arena, DType dtype, const RecordOptions& options) const {
   StepRecord record;
+  Arena::Label label(arena, "counters");
   for (int64_t l = 0; l < moe_layers(); ++l) {
     record.routers.push_back(options.router);
     record.counters.push_back(
@@ -132,29 +143,71 @@ static int64_t count_before(const ModelConfig& c, int64_t layer, bool mla) {
 // Of an MoE layer among the MoE layers.
 static size_t moe_index(const ModelConfig& c, int64_t layer) { return static_cast<size_t>(layer - c.ffn.dense_layers); }
 
-// residuals[s] -> residuals[s + 1]
-void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t s, SublayerSaved& saved, bool training,
-                     StepRecord* record, Caches* caches) const {
-  const int64_t layer = layer_of(s);
-  const LayerParams& p = table_.layer(layer);
+bool Model::in_blocks(const LayerContext& lc, int64_t s) const {
+  return !is_mixer(s) && options_.ffn_block_tokens > 0 && lc.tokens > options_.ffn_block_tokens;
+}
+
+template <class F>
+void Model::for_blocks(const LayerContext& lc, F&& of_block) const {
+  for (int64_t begin = 0; begin < lc.tokens; begin += options_.ffn_block_tokens) {
+    Arena::Scope scope(lc.ctx.arena);
+    LayerContext block = lc;
+    block.tokens = std::min(options_.ffn_block_tokens, lc.tokens - begin);
+    of_block(block, begin);
+  }
+}
+
+static std::vector<View> rows_of(const std::vector<View>& streams, int64_t begin, int64_t count) {
+  std::vector<View> rows;
+  for (const View& stream : streams) rows.push_back(stream.row_range(begin, count));
+  return rows;
+}
+
+// What sublayer s works on: the normalised mix.
+void Model::read(const LayerContext& lc, const Residuals& residuals, int64_t s, SublayerSaved& saved) const {
+  const LayerParams& p = table_.layer(layer_of(s));
   const View& h = mix(lc, residuals, s, saved);
   saved.x = lc.allocate({lc.tokens, config_.width});
   saved.norm = ops::rms_norm::allocate_saved(lc.ctx, norm_dims(lc), lc.dtype);
   ops::rms_norm::forward(lc.ctx, norm_dims(lc), {h, lc.weights[is_mixer(s) ? p.attention_norm : p.ffn_norm]}, {saved.x},
                          &saved.norm);
+}
+
+// residuals[s] -> residuals[s + 1]
+void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t s, SublayerSaved& saved, bool training,
+                     StepRecord* record, Caches* caches) const {
+  if (in_blocks(lc, s)) {
+    return for_blocks(lc, [&](const LayerContext& block, int64_t begin) {
+      SublayerSaved of_block;
+      sublayer(block, rows_of(residuals, begin, block.tokens), s, of_block, training, record, caches);
+    });
+  }
+  Arena& arena = lc.ctx.arena;
+  Arena::Label label(arena, kind_of(config_, s));
+  const int64_t layer = layer_of(s);
+  const LayerParams& p = table_.layer(layer);
   const View& out = residuals[static_cast<size_t>(s) + 1];
   if (is_mixer(s) && config_.is_mla(layer)) {
     const size_t index = static_cast<size_t>(count_before(config_, layer, true));
     const bool want_max = record != nullptr && !record->max_logit.empty();
-    saved.mla = mla_layer::allocate_saved(lc);
+    saved.mla = mla_layer::allocate_dear(lc);
+    saved.cheap = arena.used();
+    read(lc, residuals, s, saved);
+    mla_layer::allocate_cheap(lc, saved.mla);
     mla_layer::forward(lc, p.mla, saved.x, out, saved.mla, want_max ? record->max_logit[index] : View(),
                        caches != nullptr ? &caches->mla[index] : nullptr);
   } else if (is_mixer(s)) {
     const size_t index = static_cast<size_t>(count_before(config_, layer, false));
-    saved.kda = kda_layer::allocate_saved(lc, training);
+    saved.kda = kda_layer::allocate_dear(lc, training);
+    saved.cheap = arena.used();
+    read(lc, residuals, s, saved);
+    kda_layer::allocate_cheap(lc, saved.kda);
     kda_layer::forward(lc, p.kda, saved.x, out, saved.kda, training, caches != nullptr ? &caches->kda[index] : nullptr);
   } else if (config_.is_moe(layer)) {
-    saved.moe = latent_moe::allocate_saved(lc, p.moe);
+    saved.moe = latent_moe::allocate_dear(lc, p.moe);
+    saved.cheap = arena.used();
+    read(lc, residuals, s, saved);
+    latent_moe::allocate_cheap(lc, p.moe, saved.moe);
     const size_t index = moe_index(config_, layer);
     if (record != nullptr) {
       const latent_moe::Counting counting{record->routers[index].balance, record->counters[index]};
@@ -163,16 +216,37 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
       latent_moe::forward(lc, p.moe, saved.x, out, saved.moe, nullptr);
     }
   } else {
-    saved.dense = mlp::allocate_saved(lc, p.dense);
+    saved.dense = mlp::allocate_dear(lc, p.dense);
+    saved.cheap = arena.used();
+    read(lc, residuals, s, saved);
     mlp::forward(lc, p.dense, saved.x, out, saved.dense);
   }
   if (!starts_block(s)) ops::elementwise::add_to(lc.ctx, residuals[static_cast<size_t>(s)], out);
+}
+
+// What forward dropped from saved.cheap on.
+void Model::make_cheap(const LayerContext& lc, const Residuals& residuals, int64_t s, SublayerSaved& saved) const {
+  Arena::Label label(lc.ctx.arena, kind_of(config_, s));
+  const int64_t layer = layer_of(s);
+  const LayerParams& p = table_.layer(layer);
+  read(lc, residuals, s, saved);
+  if (is_mixer(s) && config_.is_mla(layer)) {
+    mla_layer::allocate_cheap(lc, saved.mla);
+    mla_layer::make_cheap(lc, p.mla, saved.mla);
+  } else if (is_mixer(s)) {
+    kda_layer::allocate_cheap(lc, saved.kda);
+    kda_layer::make_cheap(lc, p.kda, saved.kda, nullptr);
+  } else if (config_.is_moe(layer)) {
+    latent_moe::allocate_cheap(lc, p.moe, saved.moe);
+    latent_moe::make_cheap(lc, p.moe, saved.moe);
+  }
 }
 
 // gradients[s + 1] -> added to gradients[s] and to those of the blocks
 void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals, int64_t s, const SublayerSaved& saved,
                               const Residuals& gradients, double z_loss) const {
   Arena::Scope scope(lc.ctx.arena);
+  Arena::Label label(lc.ctx.arena, kind_of(config_, s));
   const int64_t layer = layer_of(s);
   const LayerParams& p = table_.layer(layer);
   const View& dy = gradients[static_cast<size_t>(s) + 1];
@@ -200,6 +274,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
   const LayerContext lc = layer_context(ctx, w, batch);
   const Shape row{tokens, config_.width};
   Arena::Scope step(ctx.arena);
+  Arena::Label label(ctx.arena, "residual stream");
 
   Residuals residuals{lc.allocate(row)};
   ops::embedding::forward(ctx, {tokens, config_.vocabulary, config_.width}, {batch.ids, w[table_.embedding]},
@@ -207,13 +282,16 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
   std::vector<SublayerSaved> saved(static_cast<size_t>(last) + 1);
   for (int64_t s = 0; s < last; ++s) {
     residuals.push_back(lc.allocate(row));
-    const int64_t mark = ctx.arena.used();
-    sublayer(lc, residuals, s, saved[static_cast<size_t>(s)], true, record, nullptr);
-    if (options_.recompute[static_cast<size_t>(layer_of(s))]) ctx.arena.release_to(mark);
+    const int64_t all = ctx.arena.used();
+    SublayerSaved& of_s = saved[static_cast<size_t>(s)];
+    sublayer(lc, residuals, s, of_s, true, record, nullptr);
+    if (in_blocks(lc, s) || recompute_of(s) == Recompute::none) continue;
+    ctx.arena.release_to(recompute_of(s) == Recompute::full ? all : of_s.cheap);
   }
 
   // Gradients of the stream. Inside a block they run through one buffer; a closed block has its own, since later
   // sublayers add to it directly.
+  Arena::Label of_gradients(ctx.arena, "gradients of the residual stream");
   Residuals gradients(residuals.size());
   gradients.back() = ctx.arena.allocate_zeroed(lc.dtype, row);
   for (int64_t s = last - 1; s >= 0; --s) {
@@ -223,6 +301,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
 
   {
     Arena::Scope head(ctx.arena);
+    Arena::Label of_head(ctx.arena, "loss");
     SublayerSaved& end = saved.back();
     const View& h = mix(lc, residuals, last, end);
     end.x = lc.allocate(row);
@@ -239,13 +318,23 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
   for (int64_t s = last - 1; s >= 0; --s) {
     Arena::Scope recomputed(ctx.arena);
     SublayerSaved& of_s = saved[static_cast<size_t>(s)];
-    if (options_.recompute[static_cast<size_t>(layer_of(s))]) {
-      of_s = SublayerSaved{};
-      sublayer(lc, residuals, s, of_s, true, nullptr, nullptr);  // same bits into residuals[s + 1]
-    }
     const int64_t layer = layer_of(s);
     const bool has_router = record != nullptr && !is_mixer(s) && config_.is_moe(layer);
     const double z_loss = has_router ? scale * record->routers[moe_index(config_, layer)].z_loss : 0;
+    if (in_blocks(lc, s)) {
+      for_blocks(lc, [&](const LayerContext& block, int64_t begin) {
+        const Residuals rows = rows_of(residuals, begin, block.tokens);
+        SublayerSaved of_block;
+        sublayer(block, rows, s, of_block, true, nullptr, nullptr);
+        sublayer_backward(block, rows, s, of_block, rows_of(gradients, begin, block.tokens), z_loss);
+      });
+      continue;
+    }
+    if (recompute_of(s) == Recompute::full) {
+      sublayer(lc, residuals, s, of_s, true, nullptr, nullptr);  // same bits into residuals[s + 1]
+    } else if (recompute_of(s) == Recompute::cheap) {
+      make_cheap(lc, residuals, s, of_s);
+    }
     sublayer_backward(lc, residuals, s, of_s, gradients, z_loss);
   }
   ops::embedding::backward(ctx, {tokens, config_.vocabulary, config_.width}, {batch.ids, w[table_.embedding]},

@@ -5,7 +5,9 @@
 //
 //   h = mix(blocks + [P]);   at a block boundary: blocks += P, P = none;   o = f(norm(h));   P = P + o
 //
-// Every P is kept until its backward; what a sublayer saves beyond it is dropped and recomputed where its layer asks.
+// Every P is kept until its backward; what a sublayer saves beyond it is dropped and made again where its layer asks.
+// Feed-forward sublayers, mixes and norms treat each token alone, so they can also run over one block of tokens after
+// another, each made again in backward: then only the streams and the mixers grow with the sequence.
 #pragma once
 
 #include <memory>
@@ -46,8 +48,16 @@ struct RecordOptions {
   bool max_logit = false;
 };
 
+// What a layer makes again in backward instead of keeping it; the bits are the same.
+enum class Recompute : uint8_t {
+  none,
+  cheap,  // mixes, norms, convolutions; products, attention and KDA are kept
+  full    // all but the residual stream
+};
+
 struct ModelOptions {
-  std::vector<bool> recompute;     // one a layer: keep only the residual stream, recompute the rest in backward
+  std::vector<Recompute> recompute = {};  // one a layer; none where there are fewer
+  int64_t ffn_block_tokens = 0;    // tokens of a block of feed-forward sublayers, which then recompute; 0: all at once
   int64_t loss_block_rows = 1024;  // rows whose logits exist at a time
   dist::Mesh* mesh = nullptr;      // the processes that train it together; null: this one alone
   double expert_imbalance = 0;     // rows that memory is planned for, over an even share of all; 0: any number
@@ -95,8 +105,15 @@ class Model {
   void mix_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&, const View& dh,
                     const Residuals& gradients) const;
 
+  Recompute recompute_of(int64_t s) const { return options_.recompute[static_cast<size_t>(s / 2)]; }
+  bool in_blocks(const LayerContext&, int64_t s) const;
+  template <class F>
+  void for_blocks(const LayerContext&, F&& of_block) const;  // of_block(layer context of the block, its first token)
+
+  void read(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&) const;
   void sublayer(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&, bool training, StepRecord*,
                 Caches*) const;
+  void make_cheap(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&) const;
   void sublayer_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&,
                          const Residuals& gradients, double z_loss) const;
   void inference_stream(const LayerContext&, const View& ids, StepRecord*, Caches*, const View& out) const;

@@ -209,12 +209,18 @@ int64_t ParameterTable::active() const {
 Weights allocate_weights(Arena& arena, const ParameterTable& table, DType dtype, bool with_gradients) {
   Weights w;
   const DType exact = exact_type(dtype);
-  for (const Parameter& p : table.all()) w.value.push_back(arena.allocate(p.exact ? exact : dtype, p.shape));
+  for (const Parameter& p : table.all()) {
+    const DType type = p.exact ? exact : dtype;
+    Arena::Label label(arena, type == exact ? "parameters" : "working copies");
+    w.value.push_back(arena.allocate(type, p.shape));
+  }
   w.master = w.value;
   if (!with_gradients) return w;
   for (const Parameter& p : table.all()) {
+    Arena::Label label(arena, "gradients");
     w.gradient.push_back(p.group == Group::buffer ? View() : arena.allocate_zeroed(exact, p.shape));
   }
+  Arena::Label label(arena, "parameters");
   for (View& master : w.master) {
     if (master.dtype() != exact) master = arena.allocate(exact, master.shape());
   }

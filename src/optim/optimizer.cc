@@ -66,6 +66,7 @@ Optimizer::Optimizer(std::vector<Slot> slots, Options options) : slots_(std::mov
 
 void Optimizer::allocate_state(Context& ctx) {
   TESSERA_CHECK(moments_.empty(), "optimizer state allocated twice");
+  Arena::Label label(ctx.arena, "optimizer momenta");
   for (const Slot& slot : slots_) {
     Moments moments{ctx.arena.allocate_zeroed(slot.value.dtype(), slot.value.shape()), {}};
     if (slot.rule == Rule::adamw) {

@@ -203,15 +203,41 @@ std::vector<Result> check_packing(const ModelConfig& config) {
       row(config, "packed documents = each alone, losses by token", check::relative_error(packed, separate), 1e-12)};
 }
 
-std::vector<Result> check_recompute(const ModelConfig& config) {
-  Bench saved(config, DType::f32);
-  Bench recomputed(config, DType::f32, {.recompute = std::vector<bool>(static_cast<size_t>(config.layers), true)});
-  double difference = std::abs(saved.forward_backward() - recomputed.forward_backward());
-  for (ParamId id = 0; id < saved.model.table().size(); ++id) {
-    if (saved.model.table()[id].group == model::Group::buffer) continue;
-    difference += values(saved.weights.d(id)) != values(recomputed.weights.d(id));
+// Loss and gradients of two ways of running the model: tensors that differ in a bit.
+double differing(Bench& one, Bench& other) {
+  double count = std::abs(one.forward_backward() - other.forward_backward());
+  for (ParamId id = 0; id < one.model.table().size(); ++id) {
+    if (one.model.table()[id].group == model::Group::buffer) continue;
+    count += values(one.weights.d(id)) != values(other.weights.d(id));
   }
-  return {row(config, "recompute on = off, bit for bit (tensors that differ)", difference, 0)};
+  return count;
+}
+
+std::vector<Result> check_recompute(const ModelConfig& config) {
+  using model::Recompute;
+  const auto layers = static_cast<size_t>(config.layers);
+  std::vector<Recompute> mixed(layers, Recompute::full);
+  mixed[0] = Recompute::cheap;
+  mixed[layers / 2] = Recompute::none;
+  double difference = 0;
+  for (const std::vector<Recompute>& levels :
+       {std::vector(layers, Recompute::cheap), std::vector(layers, Recompute::full), mixed}) {
+    Bench saved(config, DType::f32), recomputed(config, DType::f32, {.recompute = levels});
+    difference += differing(saved, recomputed);
+  }
+  return {row(config, "recompute none = cheap = full, bit for bit (tensors that differ)", difference, 0)};
+}
+
+// Sums over tokens are added block by block, in another order. The rest is token by token, so errors are roundings.
+std::vector<Result> check_ffn_blocks(const ModelConfig& config) {
+  Bench whole(config, DType::f64), blocks(config, DType::f64, {.ffn_block_tokens = 7});
+  whole.forward_backward(), blocks.forward_backward();
+  double worst = check::relative_error(values(blocks.loss), values(whole.loss));
+  for (ParamId id = 0; id < whole.model.table().size(); ++id) {
+    if (whole.model.table()[id].group == model::Group::buffer) continue;
+    worst = std::max(worst, check::relative_error(values(blocks.weights.d(id)), values(whole.weights.d(id))));
+  }
+  return {row(config, "feed-forward in blocks of tokens = at once, losses and the worst gradient", worst, 1e-12)};
 }
 
 // Log-probabilities of a sequence by decode against the forward over all of it.
@@ -255,7 +281,7 @@ std::vector<ModelConfig> tiny_models() {
 std::vector<Result> check_model(const ModelConfig& config) {
   std::vector<Result> all;
   for (const auto& part : {check_gradients(config), check_precision(config), check_packing(config),
-                           check_recompute(config), check_decode(config)}) {
+                           check_recompute(config), check_ffn_blocks(config), check_decode(config)}) {
     all.insert(all.end(), part.begin(), part.end());
   }
   return all;

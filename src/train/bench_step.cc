@@ -27,6 +27,8 @@ RunConfig run_config(const StepBenchOptions& o) {
   run.train.tokens_per_step = run.train.micro_tokens = std::max(o.context, o.tokens / o.context * o.context);
   run.train.product = o.product;
   run.train.recompute_all = o.recompute_all;
+  run.train.recompute_selective = o.recompute_selective;
+  run.train.ffn_block_tokens = o.ffn_block_tokens;
   run.device = o.device;
   return run;
 }

@@ -35,7 +35,8 @@ struct StepBenchOptions {
   int64_t steps = 3;
   Product product = Product::f32;
   Device device = Device::cpu;
-  bool recompute_all = false;
+  bool recompute_all = false, recompute_selective = false;
+  int64_t ffn_block_tokens = 0;
   bool kda_only = false;  // every mixer is KDA: cost against length without the quadratic part
 };
 

@@ -166,19 +166,21 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
   return report;
 }
 
-int64_t evaluation_bytes(const model::Model& evaluated, std::span<const int64_t> offsets, Product product,
-                         Device device) {
-  const dist::DryMesh mesh(evaluated.mesh());
-  model::ModelOptions options = evaluated.options();
-  options.mesh = mesh.get();
-  const model::Model model(evaluated.config(), options);
+void evaluate_dry(Context& ctx, const model::Model& model, const model::Weights& weights,
+                  std::span<const int64_t> offsets) {
+  Arena::Scope scope(ctx.arena);
+  Arena::Label label(ctx.arena, "evaluation");
+  model::StepRecord record = model.allocate_record(ctx.arena, DType::f32, kCountLoads);
+  const Part part = place(ctx, model.mesh(), offsets);
+  model.evaluate(ctx, weights, part.batch, part.loss, &record);
+}
+
+int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device) {
   Arena dry = Arena::dry();
   Context ctx{Device::dry, dry, nullptr, product, device};
   const model::Weights weights = model::allocate_weights(dry, model.table(), ctx.activations(), false);
   const int64_t base = dry.used();
-  model::StepRecord record = model.allocate_record(dry, DType::f32, kCountLoads);
-  const Part part = place(ctx, mesh.get(), offsets);
-  model.evaluate(ctx, weights, part.batch, part.loss, &record);
+  evaluate_dry(ctx, model, weights, offsets);
   return dry.peak() - base;
 }
 

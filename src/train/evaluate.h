@@ -40,7 +40,10 @@ struct EvalReport {
 EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weights& weights,
                     const data::ValidationSet& set, const std::function<void(int64_t, int64_t)>& progress = {});
 
-// Arena bytes that evaluate() takes for a batch of these documents.
+// What evaluate() takes from the arena for a batch of these documents, taken and released on a dry context.
+void evaluate_dry(Context& ctx, const model::Model& model, const model::Weights& weights,
+                  std::span<const int64_t> offsets);
+// Its bytes.
 int64_t evaluation_bytes(const model::Model& model, std::span<const int64_t> offsets, Product product, Device device);
 // The packing that takes most memory: every document is one token.
 std::vector<int64_t> worst_packing(int64_t tokens);

@@ -1,6 +1,8 @@
 #include "train/memory_plan.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "core/machine.h"
 #include "train/evaluate.h"
@@ -29,66 +31,65 @@ void LargestBatches::add(std::span<const int64_t> offsets) {
 
 using Routers = std::vector<model::RouterOptions>;
 
-// A training step over these micro-batches, dry; returns the peak of the arena.
-static int64_t step_peak(const model::Model& trained, const RunConfig& config, const Routers& routers,
-                         const LargestBatches& batches, int64_t* static_bytes) {
-  Arena arena = Arena::dry();
-  Context ctx{Device::dry, arena, nullptr, config.train.product, config.device};
+// A training step over these micro-batches and these evaluations, dry. `imbalance`: of ModelOptions.
+static MemoryPlan dry_run(const model::Model& trained, const RunConfig& config, double imbalance,
+                          const Routers& routers, const LargestBatches& training, const LargestBatches& evaluation) {
   const dist::DryMesh mesh(trained.mesh());
   model::ModelOptions options = trained.options();
   options.mesh = mesh.get();
+  options.expert_imbalance = imbalance;
   const model::Model model(trained.config(), options);
+  Arena arena = Arena::dry();
+  Ledger ledger;
+  Context ctx{Device::dry, arena, &ledger, config.train.product, config.device};
   Stepper stepper(ctx, model, config);
   stepper.set_routers(routers);
-  *static_bytes = stepper.static_bytes();
-  for (int64_t i = 0; i < batches.count(); ++i) {
-    const std::vector<int64_t>& offsets = batches.offsets(i);
+  const std::map<std::string, Arena::Use> state = arena.uses();
+  for (int64_t i = 0; i < training.count(); ++i) {
+    const std::vector<int64_t>& offsets = training.offsets(i);
     stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
   }
-  if (batches.count() > 0) stepper.finish(ctx, 0, 0);
-  return arena.peak();
+  if (training.count() > 0) stepper.finish(ctx, 0, 0);
+  for (int64_t i = 0; i < evaluation.count(); ++i) {
+    evaluate_dry(ctx, model, stepper.weights(), evaluation.offsets(i));
+  }
+  MemoryPlan plan{.static_bytes = stepper.static_bytes(),
+                  .gradient_bytes = state.at("gradients").now,
+                  .planned_peak = arena.peak()};
+  std::set<std::string> ops;
+  for (const auto& [key, entry] : ledger.entries()) ops.insert(key.first);
+  for (const auto& [what, use] : arena.uses()) {
+    using Kind = MemoryUse::Kind;
+    const Kind kind = state.contains(what) ? Kind::state : ops.contains(what) ? Kind::workspace : Kind::activations;
+    plan.uses.push_back({what, kind, use.at_peak, use.most});
+  }
+  std::ranges::stable_sort(plan.uses, std::greater<>(), &MemoryUse::most_bytes);
+  return plan;
 }
 
-MemoryPlan plan_memory(const model::Model& trained, const RunConfig& config, const Routers& routers,
+MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const Routers& routers,
                        const LargestBatches& training, const LargestBatches& evaluation) {
-  MemoryPlan plan;
-  const auto peak = [&](double imbalance, const Routers& with, const LargestBatches& steps,
-                        const LargestBatches& evaluations) {
-    model::ModelOptions options = trained.options();
-    options.expert_imbalance = imbalance;
-    const model::Model model(trained.config(), options);
-    const int64_t step = step_peak(model, config, with, steps, &plan.static_bytes);
-    int64_t largest = 0;
-    for (int64_t i = 0; i < evaluations.count(); ++i) {
-      largest = std::max(largest, evaluation_bytes(model, evaluations.offsets(i), config.train.product, config.device));
-    }
-    return std::max(step, plan.static_bytes + largest);
-  };
-  plan.planned_peak = peak(config.mem.imbalance, routers, training, evaluation);
+  MemoryPlan plan = dry_run(model, config, config.mem.imbalance, routers, training, evaluation);
   // From the run's own options: rungs that were climbed before are among them.
   const Routers climbed =
       config.guard.on ? Routers(routers.size(), with_every_rung({.balance = config.balance})) : routers;
   if (config.device == Device::cuda) {
-    plan.capacity = peak(config.mem.imbalance, climbed, training, evaluation);
+    plan.capacity = dry_run(model, config, config.mem.imbalance, climbed, training, evaluation).planned_peak;
     return plan;
   }
   LargestBatches worst;  // costs address space, not memory
   worst.add(worst_packing(config.train.micro_tokens));
-  plan.capacity = peak(0, climbed, worst, worst);
+  plan.capacity = dry_run(model, config, 0, climbed, worst, worst).planned_peak;
   return plan;
 }
 
-void require_memory(const MemoryPlan& plan, const RunConfig& config) {
-  const bool cuda = config.device == Device::cuda;
-  const int64_t available = cuda ? gpu::free_bytes() : inspect_machine().usable_memory_bytes();
-  const double limit = 0.95 * double(available);
-  if (double(plan.planned_peak) <= limit) return;
-  const double gib = double(int64_t{1} << 30);
-  fail_user(
-      "the run needs {:.1f} GiB ({:.1f} of them parameters, gradients and optimizer state) and {:.1f} GiB are "
-      "available; set train.micro_tokens = {}, or train.recompute_all = true, or choose a smaller model",
-      double(plan.planned_peak) / gib, double(plan.static_bytes) / gib, double(available) / gib,
-      std::max(config.data.context, config.train.micro_tokens / 2 / config.data.context * config.data.context));
+bool MemoryPlan::fits(int64_t usable) const {
+  return double(static_bytes - gradient_bytes) <= kMostState * double(usable) &&
+         double(planned_peak) <= kMostPeak * double(usable);
+}
+
+int64_t usable_bytes(Device device) {
+  return device == Device::cuda ? gpu::free_bytes() : inspect_machine().usable_memory_bytes();
 }
 
 }  // namespace tessera::train

@@ -1,8 +1,9 @@
-// What a run takes on this machine: the batches and evaluations that lie before it, run dry.
+// What a run takes: the batches and evaluations that lie before it, run dry.
 #pragma once
 
 #include <array>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "model/model.h"
@@ -10,10 +11,24 @@
 
 namespace tessera::train {
 
+struct MemoryUse {
+  enum class Kind : uint8_t { state, activations, workspace };  // held for the whole run; by layers; during one op
+  std::string what;
+  Kind kind;
+  int64_t at_peak_bytes = 0;  // they add up to the planned peak
+  int64_t most_bytes = 0;     // at any time
+};
+
 struct MemoryPlan {
-  int64_t static_bytes = 0;  // parameters, gradients, optimizer state, counters, batch buffers
-  int64_t planned_peak = 0;  // with the activations of the batches and evaluations to come
-  int64_t capacity = 0;      // taken: on the host address space for the worst packing, on the GPU the planned batches
+  int64_t static_bytes = 0;    // parameters, gradients, optimizer state, counters, batch buffers
+  int64_t gradient_bytes = 0;  // of them
+  int64_t planned_peak = 0;    // with the activations of the batches and evaluations to come
+  int64_t capacity = 0;        // taken: on the host address space for the worst packing, on the GPU the planned batches
+  std::vector<MemoryUse> uses = {};  // largest first
+
+  // The 30 % rule: parameters, optimizer state and buffers leave 30 % of what is usable, and the peak leaves 5 %.
+  static constexpr double kMostState = 0.70, kMostPeak = 0.95;
+  bool fits(int64_t usable_bytes) const;
 };
 
 // Of many batches the few that can set the peak. Ops take memory by tokens, by documents, and by pieces of documents of
@@ -38,6 +53,7 @@ class LargestBatches {
 // `routers`: as trained now; what the guard may yet ask of them is in the capacity.
 MemoryPlan plan_memory(const model::Model&, const RunConfig&, const std::vector<model::RouterOptions>& routers,
                        const LargestBatches& training, const LargestBatches& evaluation);
-void require_memory(const MemoryPlan&, const RunConfig&);  // UserError: this machine has less
+// What a run on this device may take here.
+int64_t usable_bytes(Device);
 
 }  // namespace tessera::train

@@ -4,6 +4,7 @@
 
 #include "config/options.h"
 #include "ops/gemm/gemm.h"
+#include "ops/router/cuda.h"
 
 namespace tessera::train {
 
@@ -73,6 +74,12 @@ void RunConfig::bind(config::Options& o) {
   o.add("train.recompute", &train.recompute, "layers, counted from 1, that recompute in backward instead of saving",
         at_least(1));
   o.add("train.recompute_all", &train.recompute_all, "every layer recomputes");
+  o.add("train.recompute_selective", &train.recompute_selective,
+        "the other layers recompute what is cheap: mixes, norms and convolutions, no product, attention or KDA");
+  o.add("train.ffn_block_tokens", &train.ffn_block_tokens,
+        "tokens that a feed-forward part takes at a time, recomputing in backward, so that its memory does not grow "
+        "with the sequence; 0: all at once",
+        at_least(0));
   o.add("train.loss_block_rows", &train.loss_block_rows, "rows whose logits exist at a time", at_least(1));
 
   bind_optim(o, optim);
@@ -85,7 +92,7 @@ void RunConfig::bind(config::Options& o) {
   o.add("guard.revive", &guard.revive, "re-initialise dead experts; off: only report them");
   o.add("guard.escalate", &guard.escalate,
         "answer each alarm of a layer in turn by centred bins, finer bins, a router z-loss, re-initialised cold "
-        "experts, and at last by stopping the run; off, and on a GPU: only report alarms");
+        "experts, and at last by stopping the run; off: only report alarms");
   o.add("guard.audit", &guard.audit, "steps between full records of every expert in metrics.jsonl", at_least(1));
 
   o.add("eval.every", &eval.every, "steps between evaluations on held-out text; 0: only at the beginning and the end",
@@ -129,12 +136,29 @@ void RunConfig::check(const std::string& where) const {
       fail_user("{}: parallel.expert = {} processes for the {} experts of {}; set parallel.expert = {} or less", where,
                 parallel.expert, experts, model_file, std::max<int64_t>(experts, 1));
     }
+    // Rows that came from other processes are kept or asked for again, for all tokens at once.
+    if (train.recompute_selective || train.ffn_block_tokens > 0) {
+      fail_user("{}: {} does not go together with parallel.expert = {}; use train.recompute or train.recompute_all",
+                where, train.recompute_selective ? "train.recompute_selective" : "train.ffn_block_tokens",
+                parallel.expert);
+    }
   }
+  const int64_t bins = guard.on ? with_every_rung({.balance = balance}).balance.bins : balance.bins;
+  if (device == Device::cuda && ops::router::counts_quantiles(balance.method) && bins > ops::router::cuda::kMaxBins) {
+    fail_user(
+        "{}: balance.bins is {}, of which the guard may make {}, and on a GPU there may be {}; set balance.bins = {} "
+        "or "
+        "less",
+        where, balance.bins, bins, ops::router::cuda::kMaxBins, ops::router::cuda::kMaxBins * balance.bins / bins);
+  }
+  schedule().validate();
+}
+
+void RunConfig::require_machine(const std::string& where) const {
   if (train.product == Product::bf16 && !ops::cpu_has_bf16_products() && device == Device::cpu) {
     fail_user("{}: train.product is \"bf16\", and this CPU has no bf16 products; use \"f32\"", where);
   }
   if (device == Device::cuda) gpu::require();
-  schedule().validate();
 }
 
 optim::Schedule RunConfig::schedule() const {
@@ -150,7 +174,7 @@ optim::Schedule RunConfig::schedule() const {
 GuardOptions RunConfig::guard_options() const {
   return {.on = guard.on,
           .revive = guard.revive,
-          .escalate = guard.escalate && device == Device::cpu,
+          .escalate = guard.escalate,
           .window = guard.window,
           .grace = guard.grace,
           .audit = guard.audit,
@@ -160,13 +184,16 @@ GuardOptions RunConfig::guard_options() const {
 
 model::ModelOptions RunConfig::model_options(const model::ModelConfig& c) const {
   model::ModelOptions options;
-  options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all);
+  using model::Recompute;
+  const Recompute others = train.recompute_selective ? Recompute::cheap : Recompute::none;
+  options.recompute.assign(static_cast<size_t>(c.layers), train.recompute_all ? Recompute::full : others);
   for (int64_t layer : train.recompute) {
     if (layer > c.layers) {
       fail_user("train.recompute names layer {}, the model has {}; layers count from 1", layer, c.layers);
     }
-    options.recompute[static_cast<size_t>(layer - 1)] = true;
+    options.recompute[static_cast<size_t>(layer - 1)] = Recompute::full;
   }
+  options.ffn_block_tokens = train.ffn_block_tokens;
   options.loss_block_rows = train.loss_block_rows;
   return options;
 }

@@ -34,6 +34,8 @@ struct RunConfig {
     Product product = Product::f32;
     std::vector<int64_t> recompute;  // layers, counted from 1
     bool recompute_all = false;
+    bool recompute_selective = false;  // in the layers that the two above leave
+    int64_t ffn_block_tokens = 0;      // 0: all at once
     int64_t loss_block_rows = 1024;
   } train;
 
@@ -80,6 +82,7 @@ struct RunConfig {
 
   void bind(config::Options& options);
   void check(const std::string& where) const;
+  void require_machine(const std::string& where) const;  // UserError: this machine cannot run it
   optim::Schedule schedule() const;
   GuardOptions guard_options() const;
   model::ModelOptions model_options(const model::ModelConfig&) const;
@@ -88,8 +91,8 @@ struct RunConfig {
   int64_t micro_batches_per_step() const { return train.tokens_per_step / train.micro_tokens; }  // of all processes
 };
 
-// File, then overrides (from the command line; may be empty). A relative model file is looked up from the working
-// directory, then beside the run file.
+// File, then overrides (from the command line; may be empty). Whether this machine can run it is not asked. A relative
+// model file is looked up from the working directory, then beside the run file.
 RunConfig load_run_config(const std::string& path, const std::function<void(config::Options&)>& overrides);
 std::string dump_run_config(const RunConfig&);
 // As a checkpoint keeps it; whether this machine can run it is not asked. `where` names it in messages.

@@ -28,6 +28,7 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
       optimizer_(ownership_.own(), run.optim.rules),
       record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
   optimizer_.allocate_state(ctx);
+  Arena::Label label(ctx.arena, "batch buffers");
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   targets_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
   losses_ = ctx.arena.allocate(DType::f32, {run.train.micro_tokens});

@@ -12,6 +12,7 @@
 #include "data/build.h"
 #include "data/loader.h"
 #include "train/gathered_state.h"
+#include "train/plan_run.h"
 #include "train/signals.h"
 
 namespace tessera::train {
@@ -73,7 +74,7 @@ static model::Model model_of(const RunConfig& config, dist::Mesh* mesh) {
 Trainer::Trainer(RunConfig config, dist::Mesh* mesh)
     : config_(std::move(config)), model_(model_of(config_, mesh)), guard_(model_, config_.guard_options()) {
   if (config_.threads > 0) set_thread_count(static_cast<int>(config_.threads));
-  if (!fs::exists(fs::path(config_.data.store) / "train" / "meta.json")) {
+  if (!has_store(config_)) {
     fail_user("{}: no token store there; make one with `tessera data build TEXT --out DIR` and name it as data.store",
               config_.data.store);
   }
@@ -115,6 +116,8 @@ Trainer::Position Trainer::expected_position() const {
     return {};  // resuming will say what is wrong
   }
 }
+
+MemoryPlan Trainer::plan() { return plan_from(expected_position()); }
 
 MemoryPlan Trainer::plan_from(const Position& at) {
   // Sequences that are looked at: seconds of work. A longer run goes on with batches of the same documents (memory.md).
@@ -315,7 +318,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
   const Position expected = expected_position();
   result.plan = plan_from(expected);
-  require_memory(result.plan, config_);
+  require_memory(result.plan, config_);              // before anything is written
   corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
   std::optional<ckpt::WriterLock> lock;
   if (leads()) lock.emplace((fs::path(config_.dir) / "checkpoints").string());

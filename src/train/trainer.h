@@ -48,6 +48,7 @@ class Trainer {
   ~Trainer();
 
   const model::Model& model() const { return model_; }
+  MemoryPlan plan();  // of what lies before a start now
   RunResult run(const std::function<void(const Progress&)>& progress);
 
  private:

@@ -2,10 +2,12 @@
 
 #include "ops/router/balance.h"
 #include "ops/router/op.h"
+#include "ops/router/z_loss.h"
 
 namespace tessera::ops::router::cuda {
 
 inline constexpr int64_t kMaxExperts = 1024;  // a row of scores lies in the registers of one warp
+inline constexpr int64_t kMaxBins = 7000;     // the counts of 8 experts lie in the shared memory of a block
 inline constexpr int64_t kParts = 264;        // of the tokens, each with its own sum of weights
 
 void forward(GpuStream, const Dims&, const Inputs&, const Outputs&);
@@ -18,5 +20,8 @@ struct CountWorkspace {
 };
 void count(GpuStream, const Dims&, const Inputs&, const Outputs&, const BalanceOptions&, const Counters&,
            const CountWorkspace&);
+
+void forward(GpuStream, const z_loss::Dims&, const z_loss::Inputs&, const z_loss::Outputs&);
+void backward(GpuStream, const z_loss::Dims&, const z_loss::Inputs&, double scale, const z_loss::Grads&);
 
 }  // namespace tessera::ops::router::cuda

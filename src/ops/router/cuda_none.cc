@@ -8,5 +8,7 @@ void count(GpuStream, const Dims&, const Inputs&, const Outputs&, const BalanceO
            const CountWorkspace&) {
   gpu::require();
 }
+void forward(GpuStream, const z_loss::Dims&, const z_loss::Inputs&, const z_loss::Outputs&) { gpu::require(); }
+void backward(GpuStream, const z_loss::Dims&, const z_loss::Inputs&, double, const z_loss::Grads&) { gpu::require(); }
 
 }  // namespace tessera::ops::router::cuda

@@ -1,10 +1,11 @@
-// Checks, costs, and the rows on the CPU.
+// Checks, costs, the choice of back end, and the rows on the CPU.
 #include "ops/router/z_loss.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "core/parallel.h"
+#include "ops/router/cuda.h"
 #include "ops/router/scores.h"
 
 namespace tessera::ops::router::z_loss {
@@ -28,9 +29,9 @@ void for_rows(const Dims& d, const View& logits, OfRow&& of_row, Invalid&& inval
   });
 }
 
-void check(const Dims& d, const View& logits) {
+void check(const Dims& d, DType dtype, const View& logits) {
   TESSERA_CHECK(d.experts >= 1, "router z-loss of {} experts", d.experts);
-  check_strided_view(logits, logits.dtype(), {d.tokens, d.experts}, "router z-loss logits");
+  check_strided_view(logits, dtype, {d.tokens, d.experts}, "router z-loss logits");
 }
 
 }  // namespace
@@ -42,11 +43,12 @@ Costs costs(const Dims& d, DType dtype, Pass pass) {
 }
 
 void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) {
-  const DType dtype = in.logits.dtype();
-  check(d, in.logits);
+  const DType dtype = exact_type(in.logits.dtype());
+  check(d, dtype, in.logits);
   check_view(out.loss, dtype, {d.tokens}, "router z-loss");
   OpScope op(ctx, "router_z_loss", Pass::forward, costs(d, dtype, Pass::forward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::forward(ctx.stream(), d, in, out);
   dispatch_real(dtype, [&](auto real) {
     using Real = decltype(real);
     Real* loss = out.loss.as<Real>();
@@ -59,11 +61,12 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) 
 }
 
 void backward(Context& ctx, const Dims& d, const Inputs& in, double scale, const Grads& grads) {
-  const DType dtype = in.logits.dtype();
-  check(d, in.logits);
+  const DType dtype = exact_type(in.logits.dtype());
+  check(d, dtype, in.logits);
   check_strided_view(grads.logits, dtype, {d.tokens, d.experts}, "router z-loss dlogits");
   OpScope op(ctx, "router_z_loss", Pass::backward, costs(d, dtype, Pass::backward));
   if (ctx.dry()) return;
+  if (ctx.device == Device::cuda) return cuda::backward(ctx.stream(), d, in, scale, grads);
   dispatch_real(dtype, [&](auto real) {
     using Real = decltype(real);
     const auto of_row = [&](int64_t i, const Real* z) {

@@ -13,6 +13,7 @@ namespace tessera::ops::router::z_loss {
 struct Dims {
   int64_t tokens, experts;  // T, E
 };
+// All tensors are exact_type of the activations: float32 beside bf16.
 struct Inputs {
   View logits;  // (T, E)
 };

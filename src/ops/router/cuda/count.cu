@@ -16,8 +16,9 @@ using namespace tessera::cuda;
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kLanes = 8, kHistogramThreads = 256;  // experts and threads of a block of the histogram
-constexpr int64_t kHistogramBlocks = 1056;          // about eight a multiprocessor
-constexpr int64_t kMinTokens = 256;                 // of a block, to be worth clearing and adding its counters
+static_assert(kLanes * kMaxBins * 4 <= 224 * 1024, "a block of Hopper has 227 KB of shared memory");
+constexpr int64_t kHistogramBlocks = 1056;  // about eight a multiprocessor
+constexpr int64_t kMinTokens = 256;         // of a block, to be worth clearing and adding its counters
 
 struct Arguments {
   int64_t tokens;
