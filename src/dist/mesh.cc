@@ -13,8 +13,6 @@ void Layout::bind(config::Options& o) {
   o.add("parallel.data", &data, "processes that see different sequences", count);
   o.add("parallel.expert", &expert, "processes that hold different experts; divides data * context", count);
   o.add("parallel.context", &context, "processes that hold neighbouring parts of the same sequences", count);
-  o.add("parallel.pipeline", &pipeline, "stages of layers", count);
-  o.add("parallel.tensor", &tensor, "processes that hold different heads", count);
 }
 
 void Layout::check(const std::string& where) const {
@@ -65,8 +63,9 @@ Communicator group(const char* axis, int channel, const Layout& l, Transport& ho
 const Layout& checked(const Layout& layout, int processes) {
   if (layout.processes() != processes) {
     fail_user(
-        "[parallel] is {}, which is {} processes, and {} were started; start {} (mpirun -n {}), or change [parallel]",
-        layout.to_string(), layout.processes(), processes, layout.processes(), layout.processes());
+        "{} processes were started and [parallel] is for {} ({}); set parallel.data = {}, or start as many as it asks "
+        "for",
+        processes, layout.processes(), layout.to_string(), processes);
   }
   return layout;
 }
