@@ -10,9 +10,13 @@
 // <G, v_i> before the first gradient, and so goes through the sources twice, S + 1 reads from memory and S from the
 // caches, before it reads and writes the S gradients. (cpu.cc says why <G, h> will not do.)
 //
+// Up to kResident sources of whole pieces, as the block form has, stay in registers as they are stored, and so do their
+// gradients: everything a token needs is on its way before the first barrier, and is read once.
+//
 // dq is summed in registers along a block's range of tokens, then over the blocks in order: the same bits in every run.
 #include "core/cuda/fast_math.h"
 #include "core/cuda/kernel.h"
+#include "core/cuda/partials.h"
 #include "ops/attn_res/cuda.h"
 
 namespace tessera::ops::attn_res::cuda {
@@ -21,7 +25,7 @@ namespace {
 using namespace tessera::cuda;
 
 constexpr int kMaxThreads = 512, kMaxWarps = kMaxThreads / 32;
-constexpr int kColumns = 32, kSlices = 8;  // of a block that adds partial sums
+constexpr int kResident = 8;  // sources of a token that lie in registers
 
 template <class T>
 struct Arguments {
@@ -236,22 +240,155 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   store_row(a.partials + blockIdx.x * a.width, a.width, a.whole, dq);
 }
 
-// A block has kColumns columns. A slice of the partial sums is added in order by one row of threads, then the slices.
-__global__ void __launch_bounds__(kColumns* kSlices)
+// Eight stored elements, not yet converted.
+template <class T>
+struct Piece {
+  uint4 raw[sizeof(T) / 2];
+
+  __device__ const T* elements() const { return reinterpret_cast<const T*>(raw); }
+};
+template <class T>
+__device__ Piece<T> load_piece(const T* p, bool present) {
+  Piece<T> piece = {};
+  if (!present) return piece;
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / 2; ++i) piece.raw[i] = reinterpret_cast<const uint4*>(p)[i];
+  return piece;
+}
+template <class T>
+__device__ void convert(const Piece<T>& piece, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_float(piece.elements()[i]);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads) resident_forward_kernel(const __grid_constant__ Arguments<T> a) {
+  __shared__ typename BlockSums<2 * kResident>::Values halves[2][kMaxWarps];
+  BlockSums<2 * kResident> block_sums{halves};
+  const int64_t column = int64_t(threadIdx.x) * 8;
+  const bool present = column < a.width;
+  float q[1][8];
+  load_folded(a, q);
+  for (int64_t t = a.first_token(); t < a.last_token(); ++t) {
+    const int64_t at = t * a.width + column;
+    Piece<T> v[kResident];
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) v[s] = load_piece(a.source[s] + at, present && s < a.sources);
+    float sums[2 * kResident];  // squares, then products with q
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      float x[8];
+      convert(v[s], x);
+      sums[s] = sums[kResident + s] = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[s] += x[i] * x[i], sums[kResident + s] += q[0][i] * x[i];
+    }
+    block_sums(sums);
+    float top = -INFINITY, total = 0, rrms[kResident], score[kResident], h[8] = {};
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      rrms[s] = rsqrtf(sums[s] / float(a.width) + a.eps);
+      score[s] = s < a.sources ? sums[kResident + s] * rrms[s] : -INFINITY;
+      top = fmaxf(top, score[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      const float weight = fast_exp(score[s] - top);
+      float x[8];
+      convert(v[s], x);
+      total += weight;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) h[i] += weight * x[i];
+    }
+    const float inverse = 1.0f / total;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) h[i] *= inverse;
+    if (present) store8(a.h + at, h);
+    if (a.alpha == nullptr) continue;
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      if (int(threadIdx.x) != s || s >= a.sources) continue;
+      a.alpha[t * a.sources + s] = fast_exp(score[s] - top) * inverse;
+      a.rrms[t * a.sources + s] = rrms[s], a.score[t * a.sources + s] = score[s];
+    }
+  }
+}
+
+// Lane s of every warp makes the coefficients of source s from what it loaded of the forward's.
+struct SourceScalars {
+  float alpha = 0, rrms = 0, score = 0;
+};
+template <class T>
+__device__ Coefficients coefficients(const Arguments<T>& a, const SourceScalars& own,
+                                     const float (&products)[kResident]) {
+  float product = 0, sum = 0;
+#pragma unroll
+  for (int s = 0; s < kResident; ++s) product = int(threadIdx.x % 32) == s ? products[s] : product;
+#pragma unroll
+  for (int s = 0; s < kResident; ++s) sum += __shfl_sync(0xffffffffu, own.alpha, s) * (product - products[s]);
+  const float c = own.alpha * sum * own.rrms;
+  return {own.alpha, c, c * own.score * own.rrms / float(a.width)};
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads) resident_backward_kernel(const __grid_constant__ Arguments<T> a) {
+  __shared__ typename BlockSums<kResident>::Values halves[2][kMaxWarps];
+  BlockSums<kResident> block_sums{halves};
+  const int64_t column = int64_t(threadIdx.x) * 8;
+  const bool present = column < a.width;
+  const int lane = threadIdx.x % 32;
+  float q[1][8], dq[1][8] = {};
+  load_folded(a, q);
+  for (int64_t t = a.first_token(); t < a.last_token(); ++t) {
+    const int64_t at = t * a.width + column;
+    const Piece<T> dh = load_piece(a.dh + at, present);
+    Piece<T> v[kResident], dv[kResident];
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) v[s] = load_piece(a.source[s] + at, present && s < a.sources);
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) dv[s] = load_piece(a.dsource[s] + at, present && s < a.sources);
+    SourceScalars own;
+    if (lane < a.sources) {
+      const int64_t scalar = t * a.sources + lane;
+      own = {a.alpha[scalar], a.rrms[scalar], a.score[scalar]};
+    }
+    float g[8], products[kResident];
+    convert(dh, g);
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      float x[8];
+      convert(v[s], x);
+      products[s] = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) products[s] += g[i] * x[i];
+    }
+    block_sums(products);
+    const Coefficients mine = coefficients(a, own, products);
+#pragma unroll
+    for (int s = 0; s < kResident; ++s) {
+      if (s >= a.sources) break;
+      const float alpha = __shfl_sync(0xffffffffu, mine.alpha, s), c = __shfl_sync(0xffffffffu, mine.c, s),
+                  pull = __shfl_sync(0xffffffffu, mine.pull, s);
+      float x[8], dx[8];
+      convert(v[s], x);
+      convert(dv[s], dx);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        dx[i] += alpha * g[i] + c * q[0][i] - pull * x[i];
+        dq[0][i] += c * x[i];
+      }
+      if (present) store8(a.dsource[s] + at, dx);
+    }
+  }
+  store_row(a.partials + blockIdx.x * a.width, a.width, a.whole, dq);
+}
+
+__global__ void __launch_bounds__(kPartialThreads)
     add_partials(const float* partials, int64_t count, int64_t width, const float* query, const float* gain,
                  float* dquery, float* dgain) {
-  __shared__ float of_slices[kSlices][kColumns];
-  const int column = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
-  const int64_t c = int64_t(blockIdx.x) * kColumns + column;
-  float sum = 0;
-  if (c < width) {
-    for (int64_t p = count * slice / kSlices; p < count * (slice + 1) / kSlices; ++p) sum += partials[p * width + c];
-  }
-  of_slices[slice][column] = sum;
-  __syncthreads();
-  if (slice != 0 || c >= width) return;
-  float dq = 0;
-  for (int s = 0; s < kSlices; ++s) dq += of_slices[s][column];
+  const float dq = sum_partials(partials, count, width);
+  const int64_t c = partial_column();
+  if (c >= width) return;
   dquery[c] += gain[c] * dq;
   dgain[c] += query[c] * dq;
 }
@@ -262,6 +399,12 @@ void choose(int64_t width, F&& f) {
   const auto threads = [&](int64_t pieces) { return static_cast<int>(ceil_div(width, pieces * 8 * 32) * 32); };
   if (width <= kMaxThreads * 8) return f.template operator()<1>(threads(1));
   f.template operator()<2>(threads(2));
+}
+
+// Whether a token's sources fit into the registers of the resident kernels.
+template <class T>
+bool resident(const Arguments<T>& a) {
+  return a.whole && a.sources <= kResident && a.width <= kMaxThreads * 8;
 }
 
 // Whether the rows and vectors of these views may be read eight elements at a time.
@@ -297,7 +440,8 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
       a.alpha = saved->alpha.gpu<float>(), a.rrms = saved->rrms.gpu<float>(), a.score = saved->score.gpu<float>();
     }
     choose(d.width, [&]<int N>(int threads) {
-      launch(forward_kernel<T, N>, std::min(d.tokens, 2 * partial_count(d)), threads, 0, stream)(a);
+      launch(resident(a) ? resident_forward_kernel<T> : forward_kernel<T, N>, std::min(d.tokens, 2 * partial_count(d)),
+             threads, 0, stream)(a);
     });
   });
 }
@@ -313,9 +457,11 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const Saved& sa
     a.dh = dout.h.gpu<T>();
     a.partials = partials.gpu<float>();
     for (int s = 0; s < a.sources; ++s) a.dsource[s] = grads.sources[size_t(s)].gpu<T>();
-    choose(d.width,
-           [&]<int N>(int threads) { launch(backward_kernel<T, N>, partial_count(d), threads, 0, stream)(a); });
-    launch(add_partials, ceil_div(d.width, kColumns), kColumns * kSlices, 0, stream)(
+    choose(d.width, [&]<int N>(int threads) {
+      launch(resident(a) ? resident_backward_kernel<T> : backward_kernel<T, N>, partial_count(d), threads, 0,
+             stream)(a);
+    });
+    launch(add_partials, partial_blocks(d.width), kPartialThreads, 0, stream)(
         a.partials, partial_count(d), d.width, a.query, a.gain, grads.query.gpu<float>(), grads.gain.gpu<float>());
   });
 }

@@ -1,10 +1,12 @@
 // RMSNorm on the GPU. One pass: a row is read once, lies in the registers of its group of threads, and is written once.
 //
-// A group is a warp for rows up to 512 elements (per-head norms: many short rows) and a block of 256 threads above.
-// Each thread owns N pieces of 8 neighbouring elements. In the backward a block walks its share of the rows and keeps
-// its sum of dy o x rstd in registers; the kPartials sums are added in order by a second kernel, so the bits never
-// vary.
+// A group is half a warp for rows up to 128 elements (per-head norms: many short rows), a warp up to 2048, so that no
+// row waits at a barrier, and a block of 256 threads above. Each thread owns N pieces of 8 neighbouring elements of U
+// rows at a time: enough bytes on their way to keep the memory busy. In the backward a block walks its share of the
+// rows and keeps its sum of dy o x rstd in registers; the kPartials sums are added in order by a second kernel, so the
+// bits never vary.
 #include "core/cuda/kernel.h"
+#include "core/cuda/partials.h"
 #include "ops/rms_norm/cuda.h"
 
 namespace tessera::ops::rms_norm::cuda {
@@ -32,77 +34,116 @@ struct Arguments {
   float* partials = nullptr;
 };
 
+// All threads of a block come here together: a warp may hold two groups.
 template <int G>
 __device__ float group_sum(float x, float* shared) {
-  return G == 32 ? warp_sum(x) : block_sum(x, shared);
+  if constexpr (G > 32) {
+    return block_sum(x, shared);
+  } else {
+#pragma unroll
+    for (int offset = G / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+  }
 }
 
+// Element of piece n of this thread.
+template <int G>
+__device__ int64_t column(int n) {
+  return (n * G + int64_t(threadIdx.x) % G) * 8;
+}
+// The thread's elements of a row; zeros where the row is not there.
 template <class T, int G, int N>
+__device__ void load_row(const T* row, int64_t width, bool whole, bool present, float (&x)[N][8]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int64_t c = column<G>(n);
+    load8(row + c, present ? width - c : 0, whole, x[n]);
+  }
+}
+
+template <class T, int G, int N, int U>
 __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<T> a) {
+  constexpr int kGroups = kThreads / G;
   __shared__ float shared[kThreads / 32];
-  const int lane = threadIdx.x % G;
-  const int64_t row = int64_t(blockIdx.x) * (kThreads / G) + threadIdx.x / G;
-  if (row >= a.rows) return;  // whole groups: no barrier is left waiting
-  float x[N][8], square = 0;
+  const int64_t first = int64_t(blockIdx.x) * kGroups * U + threadIdx.x / G;
+  float x[U][N][8];
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int64_t c = (n * G + lane) * 8;
-    load8(a.x + row * a.x_stride + c, a.width - c, a.whole, x[n]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) square += x[n][i] * x[n][i];
+  for (int u = 0; u < U; ++u) {
+    const int64_t row = first + u * kGroups;
+    load_row<T, G>(a.x + row * a.x_stride, a.width, a.whole, row < a.rows, x[u]);
   }
-  const float rstd = rsqrtf(group_sum<G>(square, shared) / float(a.width) + a.eps);
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int64_t c = (n * G + lane) * 8;
-    float w[8];
-    load8(a.weight + c, a.width - c, a.whole, w);
+  for (int u = 0; u < U; ++u) {
+    const int64_t row = first + u * kGroups;
+    float square = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[n][i] *= rstd * w[i];
-    store8(a.y + row * a.y_stride + c, a.width - c, a.whole, x[n]);
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) square += x[u][n][i] * x[u][n][i];
+    }
+    const float rstd = rsqrtf(group_sum<G>(square, shared) / float(a.width) + a.eps);
+    if (row >= a.rows) continue;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int64_t c = column<G>(n);
+      float w[8];
+      load8(a.weight + c, a.width - c, a.whole, w);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[u][n][i] *= rstd * w[i];
+      store8(a.y + row * a.y_stride + c, a.width - c, a.whole, x[u][n]);
+    }
+    if (a.rstd != nullptr && threadIdx.x % G == 0) a.rstd[row] = rstd;
   }
-  if (a.rstd != nullptr && lane == 0) a.rstd[row] = rstd;
 }
 
 // dx = rstd (w o dy - x rstd^2 <w o dy, x> / W)
-template <class T, int G, int N>
-__global__ void __launch_bounds__(kThreads) backward_kernel(Arguments<T> a) {
+template <class T, int G, int N, int U>
+__global__ void __launch_bounds__(kThreads, U* N < 6 ? 2 : 1) backward_kernel(Arguments<T> a) {
   constexpr int kGroups = kThreads / G;
   __shared__ float shared[kThreads / 32];
   extern __shared__ float of_groups[];  // (kGroups, W)
-  const int lane = threadIdx.x % G, group = threadIdx.x / G;
-  float w[N][8], dweight[N][8] = {};
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int64_t c = (n * G + lane) * 8;
-    load8(a.weight + c, a.width - c, a.whole, w[n]);
-  }
+  const int group = threadIdx.x / G;
+  float dweight[N][8] = {};
   const int64_t begin = a.rows * blockIdx.x / gridDim.x, end = a.rows * (blockIdx.x + 1) / gridDim.x;
-  for (int64_t row = begin + group; row < end; row += kGroups) {
-    float x[N][8], dy[N][8], dot = 0;
+  for (int64_t first = begin + group; first - group < end; first += kGroups * U) {
+    float x[U][N][8], dy[U][N][8];
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const int64_t c = (n * G + lane) * 8;
-      load8(a.x + row * a.x_stride + c, a.width - c, a.whole, x[n]);
-      load8(a.dy + row * a.dy_stride + c, a.width - c, a.whole, dy[n]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) dot += w[n][i] * dy[n][i] * x[n][i];
+    for (int u = 0; u < U; ++u) {
+      const int64_t row = first + u * kGroups;
+      load_row<T, G>(a.x + row * a.x_stride, a.width, a.whole, row < end, x[u]);
+      load_row<T, G>(a.dy + row * a.dy_stride, a.width, a.whole, row < end, dy[u]);
     }
-    const float rstd = a.rstd[row], pull = rstd * rstd * group_sum<G>(dot, shared) / float(a.width);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const int64_t c = (n * G + lane) * 8;
+    for (int u = 0; u < U; ++u) {
+      const int64_t row = first + u * kGroups;
+      const float rstd = row < end ? a.rstd[row] : 0.0f;
+      float dot = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        dweight[n][i] += dy[n][i] * x[n][i] * rstd;
-        x[n][i] = rstd * (w[n][i] * dy[n][i] - x[n][i] * pull);
+      for (int n = 0; n < N; ++n) {
+        const int64_t c = column<G>(n);
+        float w[8];
+        load8(a.weight + c, a.width - c, a.whole, w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          dweight[n][i] += dy[u][n][i] * x[u][n][i] * rstd;
+          dy[u][n][i] *= w[i];
+          dot += dy[u][n][i] * x[u][n][i];
+        }
       }
-      store8(a.dx + row * a.dx_stride + c, a.width - c, a.whole, x[n]);
+      const float pull = rstd * rstd * group_sum<G>(dot, shared) / float(a.width);
+      if (row >= end) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const int64_t c = column<G>(n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[u][n][i] = rstd * (dy[u][n][i] - x[u][n][i] * pull);
+        store8(a.dx + row * a.dx_stride + c, a.width - c, a.whole, x[u][n]);
+      }
     }
   }
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const int64_t c = (n * G + lane) * 8;
+    const int64_t c = column<G>(n);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (c + i < a.width) of_groups[group * a.width + c + i] = dweight[n][i];
@@ -116,23 +157,25 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(Arguments<T> a) {
   }
 }
 
-__global__ void add_partials(const float* partials, int64_t count, int64_t width, float* dweight) {
-  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (c >= width) return;
-  float sum = 0;
-  for (int64_t p = 0; p < count; ++p) sum += partials[p * width + c];
-  dweight[c] += sum;
+__global__ void __launch_bounds__(kPartialThreads)
+    add_partials(const float* partials, int64_t count, int64_t width, float* dweight) {
+  const float sum = sum_partials(partials, count, width);
+  const int64_t c = partial_column();
+  if (c < width) dweight[c] += sum;
 }
 
-// Calls f<G, N>(): the smallest group and number of pieces that hold a row.
+// Calls f<G, N, U>(): the smallest group and number of pieces that hold a row, and rows of a group at a time.
 template <class F>
 void choose(int64_t width, F&& f) {
   TESSERA_CHECK(width <= kMaxWidth, "rms_norm of rows of {} elements on the GPU; at most {}", width, kMaxWidth);
-  if (width <= 256) return f.template operator()<32, 1>();
-  if (width <= 512) return f.template operator()<32, 2>();
-  if (width <= 2048) return f.template operator()<256, 1>();
-  if (width <= 4096) return f.template operator()<256, 2>();
-  f.template operator()<256, 4>();
+  if (width <= 128) return f.template operator()<16, 1, 4>();
+  if (width <= 256) return f.template operator()<32, 1, 4>();
+  if (width <= 512) return f.template operator()<32, 2, 2>();
+  if (width <= 768) return f.template operator()<32, 3, 1>();
+  if (width <= 1280) return f.template operator()<32, 5, 1>();
+  if (width <= 2048) return f.template operator()<32, 8, 1>();
+  if (width <= 4096) return f.template operator()<256, 2, 1>();
+  f.template operator()<256, 4, 1>();
 }
 
 }  // namespace
@@ -145,8 +188,8 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
     a.weight = in.weight.gpu<float>();
     a.y = out.y.gpu<T>(), a.y_stride = out.y.row_stride();
     a.rstd = saved != nullptr ? saved->rstd.gpu<float>() : nullptr;
-    choose(d.width, [&]<int G, int N>() {
-      launch(forward_kernel<T, G, N>, ceil_div(d.rows, kThreads / G), kThreads, 0, stream)(a);
+    choose(d.width, [&]<int G, int N, int U>() {
+      launch(forward_kernel<T, G, N, U>, ceil_div(d.rows, kThreads / G * U), kThreads, 0, stream)(a);
     });
   });
 }
@@ -164,11 +207,11 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const Saved& sa
     a.dy = dout.y.gpu<T>(), a.dy_stride = dout.y.row_stride();
     a.dx = grads.x.gpu<T>(), a.dx_stride = grads.x.row_stride();
     a.partials = partials.gpu<float>();
-    choose(d.width, [&]<int G, int N>() {
-      launch(backward_kernel<T, G, N>, kPartials, kThreads, kThreads / G * d.width * 4, stream)(a);
+    choose(d.width, [&]<int G, int N, int U>() {
+      launch(backward_kernel<T, G, N, U>, kPartials, kThreads, kThreads / G * d.width * 4, stream)(a);
     });
-    launch(add_partials, ceil_div(d.width, kThreads), kThreads, 0, stream)(a.partials, kPartials, d.width,
-                                                                           grads.weight.gpu<float>());
+    launch(add_partials, partial_blocks(d.width), kPartialThreads, 0, stream)(a.partials, kPartials, d.width,
+                                                                              grads.weight.gpu<float>());
   });
 }
 
