@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   store_row(a.partials + blockIdx.x * a.width, a.width, a.whole, dq);
 }
 
-// Eight stored elements, not yet converted.
+// Eight elements as they are stored.
 template <class T>
 struct Piece {
   uint4 raw[sizeof(T) / 2];
