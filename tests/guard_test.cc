@@ -314,5 +314,20 @@ TEST(Guard, ExpertFedByItsBiasAloneIsDeadAfterFiveWindows) {
   }
 }
 
+// In a step of many tokens five sampling floors are 0.1: the scores' drift from step to step alone is more.
+TEST(Guard, UnevenLoadsOfALargeStepAlarmFromTwiceTheShareOn) {
+  for (const bool heavy : {false, true}) {
+    train::RunConfig config = Contrived::options();
+    config.guard.escalate = false;
+    Contrived c(config);
+    for (int64_t e = 0; e < 8; ++e) c.show(e, 10'000, 0, 5'000);
+    c.show(3, heavy ? 25'000 : 17'000, 0, 5'000);  // MaxVio 1.1 or 0.6
+    for (int i = 0; i < 49; ++i) c.window();
+    EXPECT_EQ(c.all("alarm").size(), 0u);
+    for (int i = 0; i < 11; ++i) c.window();
+    EXPECT_EQ(c.all("alarm").size(), heavy ? 11u : 0u);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test

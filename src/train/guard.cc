@@ -18,7 +18,11 @@ constexpr double kWarnLoad = 0.5, kWarnShare = 0.25;  // moe.md 6, thresholds
 constexpr double kColdLoad = 0.1, kDeadLoad = 0.01;
 constexpr double kBiasOnly = 0.9, kNoShare = 0.1, kNoGradient = 0.1;
 constexpr int64_t kColdWindows = 3, kDeadWindows = 3, kWorthlessWindows = 5;
-constexpr double kColdLayerShare = 0.05, kEntropyFloor = 0.9, kSpreadLimit = 1, kVioFloors = 5;
+constexpr double kColdLayerShare = 0.05, kEntropyFloor = 0.9, kSpreadLimit = 1;
+// The sampling floor falls with the tokens of a step; the drift of the scores from step to step, which the bias follows
+// one step late, does not. So five floors alone would alarm for healthy runs of large steps: the fullest expert must
+// also have more than twice its share.
+constexpr double kVioFloors = 5, kVioLimit = 1;
 constexpr int64_t kUnevenSteps = 50;
 
 }  // namespace
@@ -85,7 +89,8 @@ void Guard::observe(Context& ctx, const std::vector<ops::router::Counters>& coun
     }
     const double q = double(std::accumulate(load, load + experts, int64_t{0})) / double(experts);
     const double max_vio = q > 0 ? double(*std::max_element(load, load + experts)) / q - 1 : 0;
-    const bool uneven = q > 0 && max_vio > kVioFloors * std::sqrt(2 * std::log(double(experts)) / q);
+    const double floor = q > 0 ? std::sqrt(2 * std::log(double(experts)) / q) : 0;
+    const bool uneven = q > 0 && max_vio > std::max(kVioLimit, kVioFloors * floor);
     layer.uneven_steps = uneven ? layer.uneven_steps + 1 : 0;
   }
   ++steps_;
@@ -117,7 +122,7 @@ Guard::Findings Guard::judge(Layer& layer, const Signals& s, const View& bias) c
     found.alarm = "more than 5 % of the experts are cold";
   if (s.entropy < kEntropyFloor) found.alarm = fmt::format("load entropy {:.3f} of 1", s.entropy);
   if (double(*most - *least) > kSpreadLimit) found.alarm = "bias spread above the score range: scores are saturated";
-  if (layer.uneven_steps >= kUnevenSteps) found.alarm = "MaxVio above five sampling floors for 50 steps";
+  if (layer.uneven_steps >= kUnevenSteps) found.alarm = "MaxVio above 1 and five sampling floors for 50 steps";
   return found;
 }
 

@@ -77,7 +77,7 @@ class Guard {
     int64_t layer = 0;               // 0-based
     std::vector<ExpertSums> window;  // the running one
     std::vector<Expert> experts;
-    int64_t uneven_steps = 0;    // in a row with MaxVio above five sampling floors
+    int64_t uneven_steps = 0;    // in a row with MaxVio above 1 and five sampling floors
     std::vector<int64_t> rungs;  // taken, rising
     int64_t settling = 0;        // windows before the next alarm: the last rung is at work
   };
