@@ -2,7 +2,10 @@
 //
 // Rounding moves a layer's output by about 3e-3 and selection by the router is not continuous, so two models are
 // compared: one whose tokens visit every expert (nothing can flip), and one that selects. How far a gradient may be off
-// depends on the tensor, so each is held to what it moves by in float64 when the weights are rounded once more.
+// depends on the tensor, so each is held to what it moves by in float64 when the weights are rounded once more: the
+// most of several such roundings, since one says little of a tensor of two elements. Held to a single other rounding,
+// float64 itself exceeds a limit of 2 in half of the pairs of roundings of the models that select, and reaches 14.6;
+// held to the most of seven others it never does (the worst of 48: 1.84).
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -20,7 +23,8 @@ using model::ParamId;
 
 namespace {
 
-constexpr double kLeastSensitivity = 0.03;                   // relative, of a gradient: smaller ones are taken as this
+constexpr double kLeastSensitivity = 0.03;  // relative, of a gradient: smaller ones are taken as this
+constexpr int kRoundings = 8;
 const std::vector<int64_t> kOffsets{0, 1, 1, 20, 150, 215};  // one-token and empty documents among the packed
 
 struct Placed {
@@ -66,10 +70,10 @@ struct Problem {
     }
   }
 
-  // Every weight moved by a relative N(0, 2^-9), about as one more rounding to bf16 would.
-  Problem rounded_again() const {
+  // Every weight moved by a relative N(0, 2^-9), about as one more rounding to bf16 would: one of many such draws.
+  Problem rounded_again(int which) const {
     Problem moved = *this;
-    const Philox random(17, Purpose::test);
+    const Philox random(100 + static_cast<uint64_t>(which), Purpose::test);
     uint64_t draw = 0;
     for (std::vector<float>& v : moved.values) {
       for (float& x : v) x *= float(1 + 0x1p-9 * random.normal(draw++));
@@ -136,6 +140,18 @@ Answer answer(const Problem& problem, Device device) {
   return a;
 }
 
+// By parameter: the most that one of several roundings of the weights moves its gradient by, relative.
+std::vector<double> sensitivities(const Problem& problem, const Answer& want) {
+  std::vector<double> most(want.gradients.size(), kLeastSensitivity);
+  for (int draw = 0; draw < kRoundings; ++draw) {
+    const Answer moved = answer(problem.rounded_again(draw), Device::cpu);
+    for (size_t id = 0; id < most.size(); ++id) {
+      most[id] = std::max(most[id], check::relative_error(moved.gradients[id], want.gradients[id]));
+    }
+  }
+  return most;
+}
+
 // Losses of one document by decode against those of the float64 forward: both ways through the bf16 model round, so
 // each is held to the exact one.
 double decode_error(const Problem& problem, const Answer& want) {
@@ -197,13 +213,11 @@ std::vector<Result> check_model_cuda(const ModelConfig& small) {
     const Answer want = answer(problem, Device::cpu), got = answer(problem, Device::cuda);
     const Answer again = answer(problem, Device::cuda);
     add("losses by token, bf16 against float64", check::relative_error(got.loss, want.loss), selects ? 3e-2 : 1e-2);
-    const Answer moved = answer(problem.rounded_again(), Device::cpu);
+    const std::vector<double> sensitivity = sensitivities(problem, want);
     double worst = 0;
     std::string of;
     for (size_t id = 0; id < want.gradients.size(); ++id) {
-      const double sensitivity = check::relative_error(moved.gradients[id], want.gradients[id]);
-      const double error =
-          check::relative_error(got.gradients[id], want.gradients[id]) / std::max(sensitivity, kLeastSensitivity);
+      const double error = check::relative_error(got.gradients[id], want.gradients[id]) / sensitivity[id];
       if (error <= worst) continue;
       worst = error;
       of = problem.model.table()[ParamId(id)].name;

@@ -21,9 +21,9 @@
 #include <cute/tensor.hpp>
 
 #include "core/cuda/kernel.h"
+#include "core/cuda/tensor_map.h"
 #include "ops/experts/cuda.h"
 #include "ops/experts/cuda/products.h"
-#include "ops/experts/cuda/sm90_maps.h"
 
 namespace tessera::ops::experts::cuda::sm90 {
 namespace {
@@ -337,12 +337,9 @@ void multiply_as(GpuStream stream, const Groups& groups, bool sum, Terms terms) 
 
 }  // namespace
 
-// The copy engine wants addresses and rows that are multiples of 16 bytes.
 bool takes(const Term& term) {
-  for (const View& v : {term.a, term.b, term.c}) {
-    if (v.dim(v.rank() - 1) % 8 != 0 || reinterpret_cast<uintptr_t>(v.data()) % 16 != 0) return false;
-  }
-  return term.a.dtype() == DType::bf16;
+  return term.a.dtype() == DType::bf16 && copy_engine_takes(term.a) && copy_engine_takes(term.b) &&
+         copy_engine_takes(term.c);
 }
 
 void multiply(GpuStream stream, const Groups& groups, Form form, Terms terms) {

@@ -6,6 +6,8 @@
 // warps. Keys and values are brought in by cp.async one tile ahead, so that one barrier a tile is enough. Exponents are
 // of base 2. Floor: 2 (d_n + d_p + d_v) flops a causal pair on the tensor cores; q, kv and o move once, keys and values
 // again for each block of queries but from the L2 cache.
+#include "ops/mla/cuda/rows.h"
+#include "ops/mla/cuda/sm90.h"
 #include "ops/mla/cuda/tiles.h"
 
 namespace tessera::ops::mla::cuda {
@@ -33,15 +35,6 @@ struct Rows16 {
   float maximum[2] = {-INFINITY, -INFINITY};
   float sum[2] = {};
 };
-
-__device__ float over_row(float x, bool maximum) {  // of the four threads that share rows
-#pragma unroll
-  for (int offset = 1; offset < 4; offset *= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, x, offset);
-    x = maximum ? fmaxf(x, other) : x + other;
-  }
-  return x;
-}
 
 // The warp's rows, whose first stands at position `row` of the document, against keys [key, key + kKeys).
 template <int DK, int DV>
@@ -85,15 +78,6 @@ __device__ void attend(Rows16<DV>& r, const Fragment (&q)[DK / 16], const bf16* 
   Fragment p[kKeys / 16];
   round_to_fragments(p, s);
   multiply<kKeys / 16, DV / 16>(r.o, p, values, pitch_of(DV));
-}
-
-__device__ void raise(float* to, float value) {  // the order of floats of one sign is that of their bits
-  value += 0.0f;                                 // -0 has the bits of a negative number
-  if (value >= 0) {
-    atomicMax(reinterpret_cast<int*>(to), __float_as_int(value));
-  } else {
-    atomicMin(reinterpret_cast<unsigned*>(to), __float_as_uint(value));
-  }
 }
 
 template <int DV>
@@ -158,6 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Arguments a)
 }  // namespace
 
 void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
+  if (sm90::takes(d, in)) return sm90::forward(stream, d, in, out, saved);
   Arguments a = arguments(d, in);
   a.o = out.o.gpu<bf16>();
   a.whole = a.whole && eights(out.o);
