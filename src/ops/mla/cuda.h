@@ -10,7 +10,14 @@ inline constexpr int64_t kMaxRank = 512, kMaxLatent = 576;      // r, r + d_p of
 struct BackwardWorkspace {
   View delta;            // (T, H) f32: <do, o>
   View dk_shared_parts;  // (Tk, H, d_p) f32: each head's part, added in head order
+  // Of the kernel for sm_90 alone, which takes some of the heads at a time. M: tiles of queries in a head.
+  View terms = {};       // (H, M, 2, tile) f32: lse log2(e) and delta of each query
+  View query_sums = {};  // (some heads, M, tile, d_n + d_p) f32: dq / scale
+  View turns = {};       // (1 + some heads * M) i32: the next block; how many have added to a tile of query_sums
 };
+inline constexpr int64_t kQueryTile = 64;
+inline bool has_sm90_kernels(const Dims& d) { return d.nope_dim == 128 && d.rope_dim == 64 && d.value_dim == 128; }
+
 // Pieces of the caches are numbered sequence by sequence.
 struct DecodeWorkspace {
   View query;    // (N, H, r + d_p): queries in the latent space, times scale log2(e)
@@ -28,7 +35,7 @@ inline int64_t piece_keys(int64_t keys) {
   return kPieceTile * std::max<int64_t>(8, (tiles + 131) / 132);
 }
 
-BackwardWorkspace allocate_backward(Arena&, const Dims&, int64_t key_tokens);
+BackwardWorkspace allocate_backward(Arena&, const Dims&, int64_t key_tokens, int64_t documents);
 DecodeWorkspace allocate_decode(Arena&, const Dims&, const DecodeInputs&);
 
 void check_dims(const Dims&, DType);                       // UserError for heads wider than the tiles

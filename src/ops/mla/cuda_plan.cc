@@ -3,9 +3,26 @@
 
 namespace tessera::ops::mla::cuda {
 
-BackwardWorkspace allocate_backward(Arena& arena, const Dims& d, int64_t key_tokens) {
-  return {.delta = arena.allocate(DType::f32, {d.tokens, d.heads}),
-          .dk_shared_parts = arena.allocate(DType::f32, {key_tokens, d.heads, d.rope_dim})};
+namespace {
+
+// Heads whose dq is summed at a time: groups of a like size, of no more than 1 GiB.
+int64_t summed_heads(const Dims& d, int64_t tiles) {
+  const int64_t head_bytes = tiles * kQueryTile * d.key_dim() * bytes_of(DType::f32);
+  const int64_t most = std::max<int64_t>((int64_t{1} << 30) / head_bytes, 1), groups = (d.heads + most - 1) / most;
+  return (d.heads + groups - 1) / groups;
+}
+
+}  // namespace
+
+BackwardWorkspace allocate_backward(Arena& arena, const Dims& d, int64_t key_tokens, int64_t documents) {
+  BackwardWorkspace w{.delta = arena.allocate(DType::f32, {d.tokens, d.heads}),
+                      .dk_shared_parts = arena.allocate(DType::f32, {key_tokens, d.heads, d.rope_dim})};
+  if (!has_sm90_kernels(d) || d.tokens == 0 || d.heads == 0) return w;
+  const int64_t tiles = d.tokens / kQueryTile + documents, heads = summed_heads(d, tiles);
+  w.terms = arena.allocate(DType::f32, {d.heads, tiles, 2, kQueryTile});
+  w.query_sums = arena.allocate(DType::f32, {heads, tiles, kQueryTile, d.key_dim()});
+  w.turns = arena.allocate(DType::i32, {1 + heads * tiles});
+  return w;
 }
 
 DecodeWorkspace allocate_decode(Arena& arena, const Dims& d, const DecodeInputs& in) {

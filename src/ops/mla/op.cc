@@ -87,7 +87,7 @@ Costs costs(const Dims& d, const Documents& documents, DType dtype, Pass pass, D
           .bytes_moved = (2 * inputs + 2 * rows * dv) * element + rows * exact,
           .workspace_bytes = taken_bytes([&](Arena& arena) {
             if (back_end == Device::cuda) {
-              cuda::allocate_backward(arena, d, key_tokens);
+              cuda::allocate_backward(arena, d, key_tokens, documents.count());
             } else {
               cpu::allocate_backward(arena, d, dtype);
             }
@@ -129,7 +129,8 @@ void backward(Context& ctx, const Dims& d, const Inputs& inputs, const Outputs& 
              costs(d, in.documents, dtype, Pass::backward, ctx.back_end(), in.key_documents));
   if (ctx.back_end() == Device::cuda) {
     cuda::check_dims(d, dtype);
-    const cuda::BackwardWorkspace workspace = cuda::allocate_backward(ctx.arena, d, in.key_documents.tokens());
+    const cuda::BackwardWorkspace workspace =
+        cuda::allocate_backward(ctx.arena, d, in.key_documents.tokens(), in.documents.count());
     if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, out, saved, dout, grads, workspace);
     return;
   }

@@ -11,7 +11,7 @@
 //
 // A document's first token sees itself alone: its dS is 0, where dP - delta would leave the rounding of two sums. Rows
 // are counted among the queries of a document, masks go by positions (tiles.h).
-#include "ops/mla/cuda/tiles.h"
+#include "ops/mla/cuda/sm90.h"
 
 namespace tessera::ops::mla::cuda {
 namespace {
@@ -257,12 +257,16 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& 
   a.dq = grads.q.gpu<bf16>(), a.dkv = grads.kv.gpu<bf16>(), a.dk_shared = grads.k_shared.gpu<bf16>();
   a.d_shared_stride = grads.k_shared.row_stride();
   a.whole = a.whole && eights(out.o, dout.o, grads.q, grads.kv);
-  launch(delta_kernel, ceil_div(d.tokens * d.heads, kThreads / 16), kThreads, 0, stream)(a);
-  choose_tiles(d, [&]<int DK, int DV>() {
-    constexpr int64_t kBytes = Layout<DK, DV>::kBytes;
-    launch(key_kernel<DK, DV>, block_numbers<kOwn, Side::keys>(a) * d.heads, kThreads, kBytes, stream)(a);
-    launch(query_kernel<DK, DV>, block_numbers<kOwn, Side::queries>(a) * d.heads, kThreads, kBytes, stream)(a);
-  });
+  if (a.whole && sm90::takes(d, in, dout)) {
+    sm90::backward(stream, d, in, dout, a, w);
+  } else {
+    launch(delta_kernel, ceil_div(d.tokens * d.heads, kThreads / 16), kThreads, 0, stream)(a);
+    choose_tiles(d, [&]<int DK, int DV>() {
+      constexpr int64_t kBytes = Layout<DK, DV>::kBytes;
+      launch(key_kernel<DK, DV>, block_numbers<kOwn, Side::keys>(a) * d.heads, kThreads, kBytes, stream)(a);
+      launch(query_kernel<DK, DV>, block_numbers<kOwn, Side::queries>(a) * d.heads, kThreads, kBytes, stream)(a);
+    });
+  }
   launch(add_heads, ceil_div(a.key_tokens * d.rope_dim, kThreads), kThreads, 0, stream)(a);
 }
 

@@ -8,7 +8,6 @@
 // again for each block of queries but from the L2 cache.
 #include "ops/mla/cuda/rows.h"
 #include "ops/mla/cuda/sm90.h"
-#include "ops/mla/cuda/tiles.h"
 
 namespace tessera::ops::mla::cuda {
 namespace {
@@ -142,12 +141,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Arguments a)
 }  // namespace
 
 void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
-  if (sm90::takes(d, in)) return sm90::forward(stream, d, in, out, saved);
   Arguments a = arguments(d, in);
   a.o = out.o.gpu<bf16>();
   a.whole = a.whole && eights(out.o);
   if (saved != nullptr) a.lse = saved->lse.gpu<float>();
   if (out.max_logit.present()) a.max_logit = out.max_logit.gpu<float>();
+  if (sm90::takes(d, in)) return sm90::forward(stream, d, in, a);
   choose_tiles(d, [&]<int DK, int DV>() {
     launch(forward_kernel<DK, DV>, block_numbers<kQueries, Side::queries>(a) * d.heads, kThreads,
            Layout<DK, DV>::kBytes, stream)(a);

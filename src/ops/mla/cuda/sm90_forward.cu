@@ -23,7 +23,6 @@
 #include "core/cuda/tensor_map.h"
 #include "ops/mla/cuda/rows.h"
 #include "ops/mla/cuda/sm90.h"
-#include "ops/mla/cuda/tiles.h"
 
 namespace tessera::ops::mla::cuda::sm90 {
 namespace {
@@ -40,14 +39,13 @@ constexpr int kBoxColumns = 64;  // 128 bytes
 
 // A box of 64 columns is one run of memory: atoms are laid along the rows first.
 using QueryLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_SW128_Atom<Element, Major::K>{},
-                                                 cute::Shape<cute::Int<kQueries>, cute::Int<kKeyDim>>{}));
+                                                 cute::Shape<cute::Int<kQueries>, cute::Int<kKey>>{}));
 using KeyLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_SW128_Atom<Element, Major::K>{},
-                                               cute::Shape<cute::Int<kKeys>, cute::Int<kKeyDim>, cute::Int<kStages>>{},
+                                               cute::Shape<cute::Int<kKeys>, cute::Int<kKey>, cute::Int<kStages>>{},
                                                cute::Step<cute::_1, cute::_2, cute::_3>{}));
-using ValueLayout =
-    decltype(cute::tile_to_shape(cute::GMMA::Layout_SW128_Atom<Element, Major::MN>{},
-                                 cute::Shape<cute::Int<kValueDim>, cute::Int<kKeys>, cute::Int<kStages>>{},
-                                 cute::Step<cute::_2, cute::_1, cute::_3>{}));
+using ValueLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_SW128_Atom<Element, Major::MN>{},
+                                                 cute::Shape<cute::Int<kValue>, cute::Int<kKeys>, cute::Int<kStages>>{},
+                                                 cute::Step<cute::_2, cute::_1, cute::_3>{}));
 using Groups = cute::Layout<cute::Shape<cute::Int<kGroups>, cute::_1, cute::_1>>;
 using ScoreMma =
     decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>{}, Groups{}));
@@ -55,9 +53,9 @@ using ValueMma =
     decltype(cute::make_tiled_mma(cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>{}, Groups{}));
 
 struct Shared {
-  alignas(1024) Element q[kQueries * kKeyDim];
-  alignas(1024) Element k[kStages][kKeys * kKeyDim];
-  alignas(1024) Element v[kStages][kKeys * kValueDim];
+  alignas(1024) Element q[kQueries * kKey];
+  alignas(1024) Element k[kStages][kKeys * kKey];
+  alignas(1024) Element v[kStages][kKeys * kValue];
   uint64_t full_q, full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // the base is aligned by hand
@@ -77,24 +75,24 @@ __device__ void load(const Maps& maps, const Block& block, int tiles, Shared& s)
   static_assert(kQueries == kKeys, "one size of box");
   const int64_t query = block.query_begin + block.first;
   Full::arrive_and_expect_tx(&s.full_q, sizeof(s.q));
-  for (int i = 0; i < kKeyDim / kBoxColumns; ++i) {
-    load_box(maps.q, &s.full_q, s.q, i, block.head * kKeyDim + i * kBoxColumns, query);
+  for (int i = 0; i < kKey / kBoxColumns; ++i) {
+    load_box(maps.q, &s.full_q, s.q, i, block.head * kKey + i * kBoxColumns, query);
   }
-  const int64_t head = block.head * (kNopeDim + kValueDim);
+  const int64_t head = block.head * (kNope + kValue);
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile % kStages;
     const uint32_t free = (tile / kStages % 2) ^ 1;
     const int64_t key = block.key_begin + int64_t(tile) * kKeys;
     Empty::wait(&s.empty_k[stage], free);
     Full::arrive_and_expect_tx(&s.full_k[stage], sizeof(s.k[0]));
-    for (int i = 0; i < kNopeDim / kBoxColumns; ++i) {
+    for (int i = 0; i < kNope / kBoxColumns; ++i) {
       load_box(maps.kv, &s.full_k[stage], s.k[stage], i, head + i * kBoxColumns, key);
     }
-    load_box(maps.k_shared, &s.full_k[stage], s.k[stage], kNopeDim / kBoxColumns, 0, key);
+    load_box(maps.k_shared, &s.full_k[stage], s.k[stage], kNope / kBoxColumns, 0, key);
     Empty::wait(&s.empty_v[stage], free);
     Full::arrive_and_expect_tx(&s.full_v[stage], sizeof(s.v[0]));
-    for (int i = 0; i < kValueDim / kBoxColumns; ++i) {
-      load_box(maps.kv, &s.full_v[stage], s.v[stage], i, head + kNopeDim + i * kBoxColumns, key);
+    for (int i = 0; i < kValue / kBoxColumns; ++i) {
+      load_box(maps.kv, &s.full_v[stage], s.v[stage], i, head + kNope + i * kBoxColumns, key);
     }
   }
 }
@@ -158,9 +156,9 @@ __device__ void write_rows(const Arguments& a, const Block& block, int row, cons
     const float maximum = softmax.maximum[h] * a.scale;
     top = fmaxf(top, maximum);
     const int64_t at = (block.query_begin + own) * a.heads + block.head;
-    auto* to = reinterpret_cast<__nv_bfloat162*>(a.o + at * kValueDim) + lane % 4;
+    auto* to = reinterpret_cast<__nv_bfloat162*>(a.o + at * kValue) + lane % 4;
 #pragma unroll
-    for (int n = 0; n < kValueDim / 8; ++n) {
+    for (int n = 0; n < kValue / 8; ++n) {
       to[n * 4] = __floats2bfloat162_rn(o(n * 4 + h * 2) * inverse, o(n * 4 + h * 2 + 1) * inverse);
     }
     if (a.lse != nullptr && lane % 4 == 0) a.lse[at] = maximum + logf(sum);
@@ -185,7 +183,7 @@ __device__ void attend(const Arguments& a, const Block& block, int tiles, Shared
       mix_slice.partition_B(cute::make_tensor(cute::make_smem_ptr(&s.v[0][0]), ValueLayout{})));
   const auto tile_shape = cute::Shape<cute::Int<kQueries>, cute::Int<kKeys>>{};
   auto scores = cute::partition_fragment_C(score, tile_shape);
-  auto o = cute::partition_fragment_C(mix, cute::Shape<cute::Int<kQueries>, cute::Int<kValueDim>>{});
+  auto o = cute::partition_fragment_C(mix, cute::Shape<cute::Int<kQueries>, cute::Int<kValue>>{});
   auto p = cute::make_tensor<Element>(cute::partition_shape_A(mix, tile_shape));
   cute::clear(o);
   mix.accumulate_ = cute::GMMA::ScaleOut::One;
@@ -196,7 +194,7 @@ __device__ void attend(const Arguments& a, const Block& block, int tiles, Shared
     cute::warpgroup_arrive();
     score.accumulate_ = cute::GMMA::ScaleOut::Zero;
 #pragma unroll
-    for (int i = 0; i < kKeyDim / 16; ++i) {
+    for (int i = 0; i < kKey / 16; ++i) {
       cute::gemm(score, q(cute::_, cute::_, i), k(cute::_, cute::_, i, tile % kStages), scores);
       score.accumulate_ = cute::GMMA::ScaleOut::One;
     }
@@ -288,18 +286,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }  // namespace
 
 bool takes(const Dims& d, const Inputs& in) {
-  return d.nope_dim == kNopeDim && d.rope_dim == kRopeDim && d.value_dim == kValueDim && in.q.dtype() == DType::bf16 &&
-         d.logit_scale() > 0 && copy_engine_takes(in.q) && copy_engine_takes(in.kv) && copy_engine_takes(in.k_shared);
+  return has_sm90_kernels(d) && d.tokens > 0 && d.heads > 0 && d.logit_scale() > 0 && copy_engine_takes(in.q) &&
+         copy_engine_takes(in.kv) && copy_engine_takes(in.k_shared);
 }
 
-void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& out, Saved* saved) {
-  Arguments a = arguments(d, in);
-  a.o = out.o.gpu<bf16>();
-  if (saved != nullptr) a.lse = saved->lse.gpu<float>();
-  if (out.max_logit.present()) a.max_logit = out.max_logit.gpu<float>();
+void forward(GpuStream stream, const Dims& d, const Inputs& in, const Arguments& a) {
   const Maps maps{
-      tensor_map(in.q.reshaped({d.tokens, d.heads * kKeyDim}), kBoxColumns, kQueries),
-      tensor_map(in.kv.reshaped({a.key_tokens, d.heads * (kNopeDim + kValueDim)}), kBoxColumns, kKeys),
+      tensor_map(in.q.reshaped({d.tokens, d.heads * kKey}), kBoxColumns, kQueries),
+      tensor_map(in.kv.reshaped({a.key_tokens, d.heads * (kNope + kValue)}), kBoxColumns, kKeys),
       tensor_map(in.k_shared, kBoxColumns, kKeys),
   };
   launch(forward_kernel, block_numbers<kQueries, Side::queries>(a) * d.heads, kBlockThreads, kSharedBytes, stream)(maps,

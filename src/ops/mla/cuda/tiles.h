@@ -54,6 +54,7 @@ inline Arguments arguments(const Dims& d, const Inputs& in) {
 
 // One block of kRows queries or keys of one document and head.
 struct Block {
+  int64_t document;
   int64_t query_begin, key_begin;  // the document's first of each
   int queries, keys;               // of the document
   int first;                       // of the block, among them
@@ -71,14 +72,10 @@ __host__ __device__ int64_t block_numbers(const Arguments& a) {
   return (kSide == Side::queries ? a.tokens : a.key_tokens) / kRows + a.documents;
 }
 
-// False for an idle number. Blocks of one head follow each other: its keys and values stay in the L2 cache. Those of
-// queries from the last of the documents on: they have the most keys.
+// Block `number` of a head; false for an idle number.
 template <int kRows, Side kSide>
-__device__ bool find_block(const Arguments& a, Block& block) {
-  constexpr bool backwards = kSide == Side::queries;
+__device__ bool block_at(const Arguments& a, int64_t number, int64_t head, Block& block) {
   const int64_t* offsets = kSide == Side::queries ? a.offsets : a.key_offsets;
-  const int64_t numbers = block_numbers<kRows, kSide>(a);
-  const int64_t in_head = blockIdx.x % numbers, number = backwards ? numbers - 1 - in_head : in_head;
   int64_t low = 0, high = a.documents - 1;  // the last document with a first number up to this one
   while (low < high) {
     const int64_t middle = (low + high + 1) / 2;
@@ -88,12 +85,22 @@ __device__ bool find_block(const Arguments& a, Block& block) {
       high = middle - 1;
     }
   }
+  block.document = low;
   block.query_begin = a.offsets[low], block.key_begin = a.key_offsets[low];
   block.queries = static_cast<int>(a.offsets[low + 1] - block.query_begin);
   block.keys = static_cast<int>(a.key_offsets[low + 1] - block.key_begin);
   block.first = static_cast<int>((number - offsets[low] / kRows - low) * kRows);
-  block.head = blockIdx.x / numbers;
+  block.head = head;
   return block.first < (kSide == Side::queries ? block.queries : block.keys);
+}
+
+// The block of this thread block. Blocks of one head follow each other: its keys and values stay in the L2 cache. Those
+// of queries from the last of the documents on: they have the most keys.
+template <int kRows, Side kSide>
+__device__ bool find_block(const Arguments& a, Block& block) {
+  constexpr bool backwards = kSide == Side::queries;
+  const int64_t numbers = block_numbers<kRows, kSide>(a), in_head = blockIdx.x % numbers;
+  return block_at<kRows, kSide>(a, backwards ? numbers - 1 - in_head : in_head, blockIdx.x / numbers, block);
 }
 
 // Rows of one document and head in global memory: columns [0, first) at `a`, then [0, second) at `b`.
