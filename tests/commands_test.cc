@@ -86,11 +86,13 @@ TEST(Commands, PlanMemoryIsTheStepOfBench) {
   write_file(run, "[model]\nfile = \"" + model + "\"\n[data]\nstore = \"nowhere\"\ncontext = 96\n" +
                       "[train]\ntokens_per_step = 384\nmicro_tokens = 192\n");
   for (const bool recompute : {false, true}) {
-    std::vector<std::string> bench{"bench", "step",     "--model", model,     "--context",
-                                   "96",    "--tokens", "192",     "--steps", "1"};
+    std::vector<std::string> bench{"bench", "step", "--model", model, "--context", "96", "--steps", "1"};
+    bench.insert(bench.end(), {"--tokens", "384", "--micro-tokens", "192"});
     if (recompute) bench.push_back("--recompute-all");
     const json planned = plan_memory(run, {"--train.recompute_all", recompute ? "true" : "false"});
     const json used = json_of(bench);
+    EXPECT_EQ(used.at("step_tokens"), 384);
+    EXPECT_EQ(used.at("micro_tokens"), 192);
     EXPECT_EQ(planned.at("peak_bytes"), used.at("peak_bytes"));
     EXPECT_EQ(planned.at("static_bytes"), used.at("static_bytes"));
     EXPECT_TRUE(planned.at("documents_assumed").get<bool>());

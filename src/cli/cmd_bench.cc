@@ -40,6 +40,7 @@ void print_step(const train::StepBench& b, bool json) {
     return print_json({{"model", b.model},
                        {"context_tokens", b.context},
                        {"step_tokens", b.tokens},
+                       {"micro_tokens", b.micro_tokens},
                        {"step_s", b.step_s},
                        {"first_step_s", b.first_step_s},
                        {"tokens_per_s", b.tokens_per_s},
@@ -55,11 +56,13 @@ void print_step(const train::StepBench& b, bool json) {
                        {"by_op", rows}});
   }
   Table facts;
-  facts.add({"model", fmt::format("{}, sequences of {} tokens, {} a step", b.model, b.context, b.tokens)});
+  const std::string parts = b.micro_tokens < b.tokens ? fmt::format(" in parts of {}", b.micro_tokens) : "";
+  facts.add({"model", fmt::format("{}, sequences of {} tokens, {} a step{}", b.model, b.context, b.tokens, parts)});
   facts.add({"step", fmt::format("{}  ({:.0f} tokens/s; first step after {})", human_seconds(b.step_s), b.tokens_per_s,
                                  human_seconds(b.first_step_s))});
-  facts.add({"products", fmt::format("{:.1f} GFLOP/s of {:.1f} that this machine's GEMM reaches: {:.0f} %",
-                                     b.achieved_flops / 1e9, b.gemm_rate / 1e9, 100 * b.gemm_share)});
+  const std::string mfu = b.mfu == b.gemm_share ? "" : fmt::format("; {:.1f} % of the chip's peak (MFU)", 100 * b.mfu);
+  facts.add({"products", fmt::format("{:.1f} GFLOP/s of {:.1f} that this machine's GEMM reaches: {:.0f} %{}",
+                                     b.achieved_flops / 1e9, b.gemm_rate / 1e9, 100 * b.gemm_share, mfu)});
   facts.add({"memory", fmt::format("{} planned, {} at peak in the arena, {} resident in the process",
                                    human_bytes(b.planned_peak_bytes), human_bytes(b.peak_bytes),
                                    human_bytes(b.process_peak_bytes))});
@@ -147,6 +150,10 @@ void add_bench(CLI::App& app) {
       ->capture_default_str()
       ->check(at_least(1));
   command->add_option("--tokens", args->tokens, "step: tokens of a step (8192); kda: tokens (8192)")
+      ->check(at_least(1));
+  command
+      ->add_option("--micro-tokens", args->step.micro_tokens,
+                   "step: tokens of a micro-batch, whose gradients a step adds up; default: the whole step")
       ->check(at_least(1));
   command->add_option("--steps", args->step.steps, "step: steps to time")->capture_default_str()->check(at_least(1));
   command->add_option("--product", args->product, "step: operands of matrix products")

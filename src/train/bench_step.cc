@@ -24,7 +24,9 @@ RunConfig run_config(const StepBenchOptions& o) {
   RunConfig run;
   run.model_file = o.model_file;
   run.data.context = o.context;
-  run.train.tokens_per_step = run.train.micro_tokens = std::max(o.context, o.tokens / o.context * o.context);
+  const auto whole = [](int64_t tokens, int64_t unit) { return std::max(unit, tokens / unit * unit); };
+  run.train.micro_tokens = whole(o.micro_tokens > 0 ? std::min(o.micro_tokens, o.tokens) : o.tokens, o.context);
+  run.train.tokens_per_step = whole(o.tokens, run.train.micro_tokens);
   run.train.product = o.product;
   run.train.recompute_all = o.recompute_all;
   run.train.recompute_selective = o.recompute_selective;
@@ -40,8 +42,13 @@ std::vector<int64_t> sequence_offsets(const RunConfig& run) {
 }
 
 // `ids`: one more than tokens, each the target of the one before; null on dry.
-void one_step(Context& ctx, Stepper& stepper, const int32_t* ids, const std::vector<int64_t>& offsets, int64_t step) {
-  stepper.accumulate(ctx, stepper.place(ctx, ids, ids == nullptr ? nullptr : ids + 1, offsets), offsets.back());
+void one_step(Context& ctx, Stepper& stepper, const RunConfig& run, const int32_t* ids, int64_t step) {
+  const std::vector<int64_t> offsets = sequence_offsets(run);
+  const int64_t micro = run.train.micro_tokens, tokens = run.train.tokens_per_step;
+  for (int64_t first = 0; first < tokens; first += micro) {
+    const int32_t* from = ids == nullptr ? nullptr : ids + first;
+    stepper.accumulate(ctx, stepper.place(ctx, from, from == nullptr ? nullptr : from + 1, offsets), tokens);
+  }
   stepper.finish(ctx, 1e-3, step);
 }
 
@@ -80,13 +87,12 @@ StepBench bench_step(const StepBenchOptions& o) {
   model::ModelConfig config = model::load_model_config(o.model_file);
   if (o.kda_only) config.mla_layers.clear();
   const model::Model model(config, run.model_options(config));
-  const std::vector<int64_t> offsets = sequence_offsets(run);
 
   Ledger planned;
   Arena dry = Arena::dry();
   Context dry_ctx{Device::dry, dry, &planned, o.product, o.device};
   Stepper dry_stepper(dry_ctx, model, run);
-  one_step(dry_ctx, dry_stepper, nullptr, offsets, 0);
+  one_step(dry_ctx, dry_stepper, run, nullptr, 0);
 
   const bool cuda = o.device == Device::cuda;
   Arena arena(dry.peak(), cuda ? Memory::gpu : Memory::host);
@@ -94,22 +100,22 @@ StepBench bench_step(const StepBenchOptions& o) {
   Context ctx{o.device, arena, nullptr, o.product};
   Stepper stepper(ctx, model, run);
   stepper.initialise(1);
-  const std::vector<int32_t> ids = random_tokens(run.train.micro_tokens + 1, config.vocabulary);
-  one_step(ctx, stepper, ids.data(), offsets, 0);
+  const std::vector<int32_t> ids = random_tokens(run.train.tokens_per_step + 1, config.vocabulary);
+  one_step(ctx, stepper, run, ids.data(), 0);
   if (cuda) gpu::wait();
   b.first_step_s = seconds_since(begin);
 
   std::vector<double> seconds;
   for (int64_t s = 0; s < o.steps; ++s) {
     const auto step_begin = Clock::now();
-    one_step(ctx, stepper, ids.data(), offsets, s + 1);
+    one_step(ctx, stepper, run, ids.data(), s + 1);
     if (cuda) gpu::wait();
     seconds.push_back(seconds_since(step_begin));
   }
   std::ranges::nth_element(seconds, seconds.begin() + o.steps / 2);
   b.step_s = seconds[static_cast<size_t>(o.steps / 2)];
   ctx.ledger = &ledger;  // one more step for the profile: on a GPU it waits for every op
-  one_step(ctx, stepper, ids.data(), offsets, o.steps + 1);
+  one_step(ctx, stepper, run, ids.data(), o.steps + 1);
 
   double flops = 0;
   for (const auto& [key, entry] : planned.entries()) {
@@ -117,7 +123,8 @@ StepBench bench_step(const StepBenchOptions& o) {
   }
   b.model = config.name;
   b.context = run.data.context;
-  b.tokens = run.train.micro_tokens;
+  b.tokens = run.train.tokens_per_step;
+  b.micro_tokens = run.train.micro_tokens;
   b.tokens_per_s = double(b.tokens) / b.step_s;
   b.flops_per_token = flops / double(b.tokens);
   b.achieved_flops = flops / b.step_s;

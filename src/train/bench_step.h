@@ -10,9 +10,9 @@ namespace tessera::train {
 
 struct StepBench {
   std::string model;
-  int64_t context = 0, tokens = 0;  // of a sequence, of a step
-  double step_s = 0;                // median
-  double first_step_s = 0;          // from nothing to the end of the first step, plan included
+  int64_t context = 0, tokens = 0, micro_tokens = 0;  // of a sequence, of a step, of a micro-batch
+  double step_s = 0;                                  // median
+  double first_step_s = 0;                            // from nothing to the end of the first step, plan included
   double tokens_per_s = 0;
   double flops_per_token = 0;  // of matrix products, forward and backward; the optimizer not counted
   double achieved_flops = 0;   // a second, in such products over the whole step
@@ -32,6 +32,7 @@ struct StepBench {
 struct StepBenchOptions {
   std::string model_file;
   int64_t context = 2048, tokens = 8192;
+  int64_t micro_tokens = 0;  // of a micro-batch; 0: a step is one
   int64_t steps = 3;
   Product product = Product::f32;
   Device device = Device::cpu;
