@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <map>
 #include <mutex>
 
 #include "core/philox.h"
 #include "dist/in_process.h"
 #include "train/gathered_state.h"
+#include "train/memory_plan.h"
 #include "train/step.h"
 
 namespace tessera::test {
@@ -365,6 +367,38 @@ TEST(Layout, CheckpointsGoFromAnyToAnyBitForBit) {
                                        {.data = 4, .expert = 2, .context = 2}}) {
       EXPECT_EQ(state_together(layout, state), *state) << layout.to_string();
     }
+  }
+}
+
+// Their shares differ: whole matrices lie where they are updated.
+TEST(Layout, EveryProcessPlansWhatItTakes) {
+  const std::vector<int64_t> offsets = offsets_of(0);
+  int64_t before = std::numeric_limits<int64_t>::max();
+  for (const dist::Layout& layout : {dist::Layout{}, {.tensor = 2}, {.data = 2, .tensor = 4}}) {
+    int64_t activations = 0;
+    dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
+      dist::Mesh mesh(layout, transport);
+      const train::RunConfig run = run_of(layout, kWaits);
+      const model::Model model(other_config(), {.mesh = &mesh});
+      train::LargestBatches batches;
+      batches.add(offsets);
+      const train::Guard guard(model, run.guard_options());
+      const train::MemoryPlan plan = train::plan_memory(model, run, guard.routers(), batches, {});
+      Arena arena(plan.capacity);
+      Context ctx{Device::cpu, arena};
+      train::Stepper stepper(ctx, model, run);
+      stepper.initialise(1);
+      stepper.accumulate(ctx, stepper.place(ctx, ids_of(0, 0, 0).data(), ids_of(0, 0, 1).data(), offsets),
+                         kMicroTokens);
+      stepper.finish(ctx, 0.01, 0);
+      EXPECT_EQ(arena.peak(), plan.planned_peak) << layout.to_string() << ", process " << transport.rank();
+      if (transport.rank() != 0) return;
+      for (const train::MemoryUse& use : plan.uses) {
+        if (use.what == "KDA" || use.what == "MLA" || use.what == "dense FFN") activations += use.most_bytes;
+      }
+    });
+    EXPECT_LT(activations, before);
+    before = activations;
   }
 }
 
