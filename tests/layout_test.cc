@@ -402,6 +402,25 @@ TEST(Layout, EveryProcessPlansWhatItTakes) {
   }
 }
 
+// One sum of the tokens' rows forward and one backward, each half to the other process and half back from it.
+TEST(Layout, CutLayersSendTheirRowsTwiceWhateverIsRecomputed) {
+  const std::vector<int64_t> offsets = offsets_of(0);
+  for (const auto& [recompute, block_tokens] : {std::pair{kNone, 0}, {kCheap, 0}, {kFull, 0}, {kNone, 40}}) {
+    dist::DryTransport transport(0, {0, 0});
+    dist::Mesh mesh({.tensor = 2}, transport);
+    const model::ModelConfig c = small_config();
+    const model::Model model(c,
+                             {.recompute = std::vector(4, recompute), .ffn_block_tokens = block_tokens, .mesh = &mesh});
+    const train::RunConfig run = run_of(mesh.layout, kWaits);
+    Arena arena = Arena::dry();
+    Context ctx{Device::dry, arena};
+    train::Stepper stepper(ctx, model, run);
+    stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), kMicroTokens);
+    const int64_t rows = kMicroTokens * c.width * int64_t(sizeof(float)), sublayers = 2 * c.layers;
+    EXPECT_EQ(mesh.tensor.traffic().bytes(), 2 * sublayers * rows);
+  }
+}
+
 TEST(Layout, RepeatsBitForBit) {
   for (const dist::Layout& layout : {dist::Layout{.data = 2, .expert = 4, .context = 2}, {.data = 2, .tensor = 2}}) {
     const Result a = together(layout, kWaits);

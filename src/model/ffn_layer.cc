@@ -26,7 +26,7 @@ void forward(const LayerContext& lc, const DenseParams& p, const View& x, const 
   const View h = lc.allocate(s.gate.shape());
   ops::glu::forward(lc.ctx, glu_dims(lc, s.gate), {s.gate, s.up}, {h});
   project(lc, h, p.down, y);
-  sum_terms(lc, y);
+  sum_outputs(lc, y);
 }
 
 void backward(const LayerContext& lc, const DenseParams& p, const View& x, const Saved& s, const View& dy,

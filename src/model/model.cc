@@ -226,7 +226,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
     read(lc, residuals, s, saved);
     mlp::forward(lc, p.dense, saved.x, out, saved.dense);
   }
-  if (is_mixer(s)) sum_terms(lc, out);
+  if (is_mixer(s)) sum_outputs(lc, out);
   if (!starts_block(s)) ops::elementwise::add_to(lc.ctx, residuals[static_cast<size_t>(s)], out);
 }
 
@@ -322,6 +322,8 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
     mix_backward(lc, residuals, last, end, dx, gradients);
   }
 
+  LayerContext again = lc;  // forward once more: nobody reads residuals[s + 1] after the backward of sublayer s + 1
+  again.output_wanted = false;
   for (int64_t s = last - 1; s >= 0; --s) {
     Arena::Scope recomputed(ctx.arena);
     SublayerSaved& of_s = saved[static_cast<size_t>(s)];
@@ -329,7 +331,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
     const bool has_router = record != nullptr && !is_mixer(s) && config_.is_moe(layer);
     const double z_loss = has_router ? scale * record->routers[moe_index(config_, layer)].z_loss : 0;
     if (in_blocks(lc, s)) {
-      for_blocks(lc, [&](const LayerContext& block, int64_t begin) {
+      for_blocks(again, [&](const LayerContext& block, int64_t begin) {
         const Residuals rows = rows_of(residuals, begin, block.tokens);
         SublayerSaved of_block;
         sublayer(block, rows, s, of_block, true, nullptr, nullptr);
@@ -338,7 +340,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
       continue;
     }
     if (recompute_of(s) == Recompute::full) {
-      sublayer(lc, residuals, s, of_s, true, nullptr, nullptr);  // same bits into residuals[s + 1]
+      sublayer(again, residuals, s, of_s, true, nullptr, nullptr);
     } else if (recompute_of(s) == Recompute::cheap) {
       make_cheap(lc, residuals, s, of_s);
     }

@@ -20,5 +20,9 @@ ModelConfig share_of(ModelConfig, int64_t processes);
 inline bool is_cut(const LayerContext& lc) { return lc.mesh != nullptr && !lc.mesh->tensor.alone(); }
 // In place, the sum of everyone's term.
 void sum_terms(const LayerContext&, const View& term);
+// The same of what a layer puts out.
+inline void sum_outputs(const LayerContext& lc, const View& y) {
+  if (lc.output_wanted) sum_terms(lc, y);
+}
 
 }  // namespace tessera::model
