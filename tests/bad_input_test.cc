@@ -182,6 +182,29 @@ TEST_F(BadInput, RunFile) {
   });
 }
 
+TEST_F(BadInput, WidthsThatProcessesCannotShare) {
+  const auto cut = [](Words command, const char* processes) {
+    command.insert(command.end(), {"--parallel.tensor", processes});
+    return command;
+  };
+  check({
+      {"KDA heads",
+       cut(train({}), "3"),
+       {"parallel.tensor = 3 does not divide kda.heads = 2 of", "model.toml", "every width it cuts is 2"}},
+      {"more than there are heads", cut(train({}), "64"), {"parallel.tensor = 64", "kda.heads = 2", "it cuts is 2"}},
+      {"MLA heads",
+       cut(train_model("mla.toml", "[mla]\nheads = 2", "[mla]\nheads = 3"), "2"),
+       {"parallel.tensor = 2 does not divide mla.heads = 3", "it cuts is 1"}},
+      {"dense FFN",
+       cut(train_model("dense.toml", "dense_hidden = 64", "dense_hidden = 63"), "2"),
+       {"parallel.tensor = 2 does not divide ffn.dense_hidden = 63", "it cuts is 1"}},
+      {"shared experts",
+       cut(train_model("shared.toml", "hidden = 32\n", "hidden = 31\n"), "2"),
+       {"parallel.tensor = 2 does not divide moe.shared * moe.hidden = 31", "it cuts is 1"}},
+      {"no process", cut(train({}), "0"), {"parallel.tensor", "0", "at least 1"}},
+  });
+}
+
 TEST_F(BadInput, ProductThatTheCpuLacks) {
   if (ops::cpu_has_bf16_products()) GTEST_SKIP() << "this CPU has bf16 products";
   check({{"bf16", train({"--train.product", "bf16"}), {"train.product is \"bf16\"", "use \"f32\""}}});

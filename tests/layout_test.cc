@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <map>
 #include <mutex>
 
 #include "core/philox.h"
 #include "dist/in_process.h"
 #include "train/gathered_state.h"
+#include "train/memory_plan.h"
 #include "train/step.h"
 
 namespace tessera::test {
@@ -37,6 +39,20 @@ model::ModelConfig small_config() {
   return c;
 }
 
+// What the other one leaves out: more heads, a query latent, a low-rank output gate, no gate of MLA, experts at full
+// width.
+model::ModelConfig other_config() {
+  model::ModelConfig c = small_config();
+  c.kda.heads = c.mla.heads = 4;
+  c.kda.head_dim = 8;
+  c.kda.output_gate = model::OutputGate::low_rank;
+  c.mla.q_rank = 12;
+  c.mla.output_gate = false;
+  c.moe.latent = 0;
+  c.moe.shared = 2;
+  return c;
+}
+
 // With so few tokens an expert gets 192 a step: above that the bias waits, and the histogram is kept.
 constexpr double kMovesAtOnce = 8, kWaits = 250;
 
@@ -44,7 +60,7 @@ train::RunConfig run_of(const dist::Layout& layout, double min_tokens) {
   train::RunConfig run;
   run.parallel = layout;
   run.train.micro_tokens = kMicroTokens;
-  run.optim.qk_clip = 3;
+  run.optim.qk_clip = 0.1;  // some heads are above it
   run.guard.window = 1;
   run.balance.min_tokens = min_tokens;
   return run;
@@ -71,6 +87,7 @@ constexpr auto kNone = model::Recompute::none, kCheap = model::Recompute::cheap,
 
 struct Result {
   std::vector<double> losses, norms;        // of each step
+  std::vector<int64_t> clipped;             // heads, by QK-clip
   std::map<std::string, Values> gradients;  // of the first step
   std::map<std::string, Values> state;      // after the first step, all of a checkpoint
   std::string guard;
@@ -88,7 +105,32 @@ Values values_of(const View& view) {
   return values;
 }
 
-// Everyone's gradients, summed; expert stacks whole.
+void expect_same_bits(const std::string& name, const Values& here, dist::Communicator& axis) {
+  Values everyones(here.size() * static_cast<size_t>(axis.size()));
+  const View all(everyones.data(), DType::f64, {axis.size(), std::ssize(here)});
+  std::ranges::copy(here, all.at(axis.rank()).as<double>());
+  axis.all_gather(all);
+  for (int r = 0; r < axis.size(); ++r) {
+    EXPECT_TRUE(std::ranges::equal(here, std::span(all.at(r).as<double>(), here.size()))) << name << ", process " << r;
+  }
+}
+
+// What the processes of the tensor axis have between them: parts of a whole, terms of a sum, or all the same.
+Values along_tensor(const Values& here, const model::Parameter& p, dist::Communicator& axis) {
+  if (p.cut == model::Cut::none) {
+    expect_same_bits(p.name, here, axis);
+    return here;
+  }
+  Values whole(static_cast<size_t>(p.whole.elements()));
+  const int64_t row = p.elements() / std::max<int64_t>(p.shape[0], 1), whole_row = p.whole.elements() / p.whole[0];
+  for (int64_t i = 0; i < p.elements(); ++i) {
+    whole[static_cast<size_t>((p.first + i / row) * whole_row + p.first_column + i % row)] = here[size_t(i)];
+  }
+  axis.all_reduce(View(whole.data(), DType::f64, {std::ssize(whole)}));
+  return whole;
+}
+
+// Everyone's gradients, summed; expert stacks and cut parameters whole.
 std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::Mesh* mesh) {
   std::map<std::string, Values> gradients;
   const model::ParameterTable& table = stepper.model().table();
@@ -97,18 +139,23 @@ std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::
     if (!gradient.present()) continue;
     const model::Parameter& p = table[id];
     const int64_t row = gradient.row_elements(), rows = p.stack > 0 ? small_config().moe.experts : gradient.rows();
-    const Values here = values_of(gradient);
-    Values whole(static_cast<size_t>(rows * row));
-    std::ranges::copy(here, whole.begin() + p.first * row);
+    Values here = values_of(gradient), whole = here;
+    if (p.stack > 0) {
+      if (mesh != nullptr) here = along_tensor(here, p, mesh->tensor);
+      whole.assign(static_cast<size_t>(rows * row), 0);
+      std::ranges::copy(here, whole.begin() + p.first * row);
+    } else if (mesh != nullptr) {
+      whole = along_tensor(here, p, mesh->tensor);
+    }
     if (mesh != nullptr) mesh->replica.all_reduce(View(whole.data(), DType::f64, {std::ssize(whole)}));
     gradients[p.name] = std::move(whole);
   }
   return gradients;
 }
 
-Result train(const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
+Result train(const model::ModelConfig& config, const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
   const train::RunConfig run = run_of(layout, min_tokens);
-  const model::Model model(small_config(), {.recompute = {kCheap, kFull, kNone, kFull}, .mesh = mesh});
+  const model::Model model(config, {.recompute = {kCheap, kFull, kNone, kFull}, .mesh = mesh});
   Arena arena(int64_t{1} << 30);
   Context ctx{Device::cpu, arena};
   train::Stepper stepper(ctx, model, run);
@@ -127,25 +174,33 @@ Result train(const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
     const train::StepReport report = stepper.finish(ctx, 0.01, step, &guard);
     result.losses.push_back(mesh != nullptr ? mesh->replica.sum(loss) : loss);
     result.norms.push_back(report.gradient_norm);
+    result.clipped.push_back(report.heads_clipped);
     if (step > 0) continue;
     const train::GatheredState gathered(stepper.state(), mesh != nullptr ? &mesh->world : nullptr);
     for (const auto& [name, view] : gathered.tensors()) result.state[name] = values_of(view);
+  }
+  for (model::ParamId id = 0; mesh != nullptr && id < model.table().size(); ++id) {
+    const model::Parameter& p = model.table()[id];
+    if (p.shape == p.whole) expect_same_bits(p.name, values_of(stepper.weights()[id]), mesh->tensor);
   }
   result.guard = guard.state();
   return result;
 }
 
-const Result& alone(double min_tokens) {
-  static std::map<double, Result> results;
-  if (!results.contains(min_tokens)) results[min_tokens] = train({}, min_tokens, nullptr);
-  return results.at(min_tokens);
+using Config = model::ModelConfig();
+
+const Result& alone(double min_tokens, Config* config = small_config) {
+  static std::map<std::pair<Config*, double>, Result> results;
+  const auto key = std::pair(config, min_tokens);
+  if (!results.contains(key)) results[key] = train(config(), {}, min_tokens, nullptr);
+  return results.at(key);
 }
 
-Result together(const dist::Layout& layout, double min_tokens) {
+Result together(const dist::Layout& layout, double min_tokens, Config* config = small_config) {
   Result first;
   dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
     dist::Mesh mesh(layout, transport);
-    Result result = train(layout, min_tokens, &mesh);
+    Result result = train(config(), layout, min_tokens, &mesh);
     if (transport.rank() == 0) first = std::move(result);
   });
   return first;
@@ -177,6 +232,7 @@ void expect_same(const Result& result, const Result& wanted, Forward forward) {
     EXPECT_NEAR(result.losses[s], wanted.losses[s], 1e-5 * wanted.losses[s]);
     EXPECT_NEAR(result.norms[s], wanted.norms[s], 1e-4 * wanted.norms[s]);
   }
+  EXPECT_EQ(result.clipped, wanted.clipped);
   ASSERT_EQ(result.gradients.size(), wanted.gradients.size());
   for (const auto& [name, gradient] : wanted.gradients) {
     EXPECT_LT(relative_difference(result.gradients.at(name), gradient), 1e-5) << name;
@@ -194,10 +250,11 @@ void expect_same(const Result& result, const Result& wanted, Forward forward) {
   }
 }
 
-void expect_same_as_alone(const dist::Layout& layout, Forward forward) {
+void expect_same_as_alone(const dist::Layout& layout, Forward forward, Config* config = small_config) {
   SCOPED_TRACE(layout.to_string());
-  for (const double min_tokens : {kMovesAtOnce, kWaits})
-    expect_same(together(layout, min_tokens), alone(min_tokens), forward);
+  for (const double min_tokens : {kMovesAtOnce, kWaits}) {
+    expect_same(together(layout, min_tokens, config), alone(min_tokens, config), forward);
+  }
 }
 
 TEST(Layout, DataParallel) {
@@ -220,6 +277,25 @@ TEST(Layout, ContextParallel) {
   }
 }
 
+TEST(Layout, TensorParallel) {
+  expect_same_as_alone({.tensor = 2}, Forward::to_rounding);
+  expect_same_as_alone({.tensor = 2}, Forward::to_rounding, other_config);
+  expect_same_as_alone({.tensor = 4}, Forward::to_rounding, other_config);
+}
+
+TEST(Layout, TensorWithOtherAxes) {
+  for (const dist::Layout& layout : {dist::Layout{.data = 2, .tensor = 2},
+                                     {.context = 2, .tensor = 2},
+                                     {.context = 3, .tensor = 2},
+                                     {.data = 2, .expert = 2, .tensor = 2},
+                                     {.data = 2, .expert = 4, .context = 2, .tensor = 2}}) {
+    expect_same_as_alone(layout, Forward::to_rounding);
+  }
+  for (const dist::Layout& layout : {dist::Layout{.data = 2, .tensor = 4}, {.expert = 2, .context = 2, .tensor = 4}}) {
+    expect_same_as_alone(layout, Forward::to_rounding, other_config);
+  }
+}
+
 TEST(Layout, AxesTogether) {
   for (const dist::Layout& layout : {dist::Layout{.data = 2, .context = 2},
                                      {.expert = 2, .context = 2},
@@ -229,13 +305,131 @@ TEST(Layout, AxesTogether) {
   }
 }
 
+void put(const Values& values, const View& view) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    switch (view.dtype()) {
+      case DType::f32: view.as<float>()[i] = float(values[i]); break;
+      case DType::i32: view.as<int32_t>()[i] = int32_t(values[i]); break;
+      default: view.as<int64_t>()[i] = int64_t(values[i]);
+    }
+  }
+}
+
+// All of a checkpoint: of a step from the beginning, or of `from`, read into this layout.
+using State = std::map<std::string, Values>;
+
+State state_of(const dist::Layout& layout, dist::Mesh* mesh, const State* from) {
+  const train::RunConfig run = run_of(layout, kWaits);
+  const model::Model model(other_config(), {.mesh = mesh});
+  Arena arena(int64_t{1} << 30);
+  Context ctx{Device::cpu, arena};
+  train::Stepper stepper(ctx, model, run);
+  if (from == nullptr) {
+    stepper.initialise(1);
+    const std::vector<int64_t> offsets = offsets_of(0);
+    const model::Batch batch = stepper.place(ctx, ids_of(0, 0, 0).data(), ids_of(0, 0, 1).data(), offsets);
+    stepper.accumulate(ctx, batch, kMicroTokens);
+    stepper.finish(ctx, 0.01, 0);
+  } else {
+    const train::StagedState staged(stepper.state());
+    for (const auto& [name, view] : staged.tensors()) {
+      put(from->at(name), view);
+    }
+    staged.put_back();
+  }
+  const train::GatheredState gathered(stepper.state(), mesh != nullptr ? &mesh->world : nullptr);
+  State state;
+  for (const auto& [name, view] : gathered.tensors()) state[name] = values_of(view);
+  return state;
+}
+
+State state_together(const dist::Layout& layout, const State* from) {
+  State first;
+  dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
+    dist::Mesh mesh(layout, transport);
+    State state = state_of(layout, &mesh, from);
+    if (transport.rank() == 0) first = std::move(state);
+  });
+  return first;
+}
+
+TEST(Layout, CheckpointsGoFromAnyToAnyBitForBit) {
+  const State alone = state_of({}, nullptr, nullptr);
+  const State cut = state_together({.tensor = 4}, nullptr);
+  ASSERT_EQ(alone.size(), cut.size());
+  for (const auto& [name, values] : alone) EXPECT_EQ(cut.at(name).size(), values.size()) << name;
+  for (const State* state : {&alone, &cut}) {
+    EXPECT_EQ(state_of({}, nullptr, state), *state);
+    for (const dist::Layout& layout : {dist::Layout{.tensor = 2},
+                                       {.tensor = 4},
+                                       {.data = 2, .tensor = 2},
+                                       {.data = 2, .expert = 2, .tensor = 2},
+                                       {.data = 4, .expert = 2, .context = 2}}) {
+      EXPECT_EQ(state_together(layout, state), *state) << layout.to_string();
+    }
+  }
+}
+
+// Their shares differ: whole matrices lie where they are updated.
+TEST(Layout, EveryProcessPlansWhatItTakes) {
+  const std::vector<int64_t> offsets = offsets_of(0);
+  int64_t before = std::numeric_limits<int64_t>::max();
+  for (const dist::Layout& layout : {dist::Layout{}, {.tensor = 2}, {.data = 2, .tensor = 4}}) {
+    int64_t activations = 0;
+    dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
+      dist::Mesh mesh(layout, transport);
+      const train::RunConfig run = run_of(layout, kWaits);
+      const model::Model model(other_config(), {.mesh = &mesh});
+      train::LargestBatches batches;
+      batches.add(offsets);
+      const train::Guard guard(model, run.guard_options());
+      const train::MemoryPlan plan = train::plan_memory(model, run, guard.routers(), batches, {});
+      Arena arena(plan.capacity);
+      Context ctx{Device::cpu, arena};
+      train::Stepper stepper(ctx, model, run);
+      stepper.initialise(1);
+      stepper.accumulate(ctx, stepper.place(ctx, ids_of(0, 0, 0).data(), ids_of(0, 0, 1).data(), offsets),
+                         kMicroTokens);
+      stepper.finish(ctx, 0.01, 0);
+      EXPECT_EQ(arena.peak(), plan.planned_peak) << layout.to_string() << ", process " << transport.rank();
+      if (transport.rank() != 0) return;
+      for (const train::MemoryUse& use : plan.uses) {
+        if (use.what == "KDA" || use.what == "MLA" || use.what == "dense FFN") activations += use.most_bytes;
+      }
+    });
+    EXPECT_LT(activations, before);
+    before = activations;
+  }
+}
+
+// One sum of the tokens' rows forward and one backward, each half to the other process and half back from it.
+TEST(Layout, CutLayersSendTheirRowsTwiceWhateverIsRecomputed) {
+  const std::vector<int64_t> offsets = offsets_of(0);
+  for (const auto& [recompute, block_tokens] : {std::pair{kNone, 0}, {kCheap, 0}, {kFull, 0}, {kNone, 40}}) {
+    dist::DryTransport transport(0, {0, 0});
+    dist::Mesh mesh({.tensor = 2}, transport);
+    const model::ModelConfig c = small_config();
+    const model::Model model(c,
+                             {.recompute = std::vector(4, recompute), .ffn_block_tokens = block_tokens, .mesh = &mesh});
+    const train::RunConfig run = run_of(mesh.layout, kWaits);
+    Arena arena = Arena::dry();
+    Context ctx{Device::dry, arena};
+    train::Stepper stepper(ctx, model, run);
+    stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), kMicroTokens);
+    const int64_t rows = kMicroTokens * c.width * int64_t(sizeof(float)), sublayers = 2 * c.layers;
+    EXPECT_EQ(mesh.tensor.traffic().bytes(), 2 * sublayers * rows);
+  }
+}
+
 TEST(Layout, RepeatsBitForBit) {
-  const Result a = together({.data = 2, .expert = 4, .context = 2}, kWaits);
-  const Result b = together({.data = 2, .expert = 4, .context = 2}, kWaits);
-  EXPECT_EQ(a.losses, b.losses);
-  EXPECT_EQ(a.gradients, b.gradients);
-  EXPECT_EQ(a.state, b.state);
-  EXPECT_EQ(a.guard, b.guard);
+  for (const dist::Layout& layout : {dist::Layout{.data = 2, .expert = 4, .context = 2}, {.data = 2, .tensor = 2}}) {
+    const Result a = together(layout, kWaits);
+    const Result b = together(layout, kWaits);
+    EXPECT_EQ(a.losses, b.losses);
+    EXPECT_EQ(a.gradients, b.gradients);
+    EXPECT_EQ(a.state, b.state);
+    EXPECT_EQ(a.guard, b.guard);
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "collectives.h"
@@ -175,6 +176,36 @@ TEST_F(Mpi, TrainSpeaksOnceAndOnlyOfUse) {
   EXPECT_EQ(one.exit_code, 0) << one.err;
   EXPECT_NE(one.out.find("finished at step 8 of 8"), std::string::npos) << one.out;
   EXPECT_EQ(one.err.find("rank"), std::string::npos) << one.err;
+}
+
+std::vector<double> losses_of(const std::string& run_dir) {
+  std::vector<double> losses;
+  for (const std::string& line : lines_of(read_file(run_dir + "/metrics.jsonl"))) {
+    const nlohmann::json row = nlohmann::json::parse(line);
+    if (row.contains("learning_rate")) losses.push_back(row.at("loss"));
+  }
+  return losses;
+}
+
+TEST_F(Mpi, ProcessesThatShareHeadsTrainAsOneDoesAndOneGoesOn) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 6);
+  const auto train = [&](const char* to, int64_t steps, const char* tensor) {
+    return std::vector<std::string>{TESSERA_BINARY, "train",         dir.path("run.toml"),  "--run.dir",
+                                    dir.path(to),   "--train.steps", fmt::to_string(steps), "--parallel.tensor",
+                                    tensor};
+  };
+  const Outcome one = run_program(train("one", 6, "1")), two = mpirun(2, train("two", 6, "2"));
+  ASSERT_EQ(one.exit_code, 0) << one.err;
+  ASSERT_EQ(two.exit_code, 0) << two.err;
+  const Outcome on = run_program(train("two", 8, "1"));
+  ASSERT_EQ(on.exit_code, 0) << on.err;
+  EXPECT_EQ(run_program(train("one", 8, "1")).exit_code, 0);
+  const std::vector<double> wanted = losses_of(dir.path("one")), losses = losses_of(dir.path("two"));
+  ASSERT_EQ(wanted.size(), 8u);
+  ASSERT_EQ(losses.size(), 8u);
+  for (size_t s = 0; s < wanted.size(); ++s) EXPECT_NEAR(losses[s], wanted[s], 1e-3 * wanted[s]) << "step " << s;
+  EXPECT_EQ(mpirun(2, train("three", 6, "1")).exit_code, 2);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ void Layout::bind(config::Options& o) {
   o.add("parallel.data", &data, "processes that see different sequences", count);
   o.add("parallel.expert", &expert, "processes that hold different experts; divides data * context", count);
   o.add("parallel.context", &context, "processes that hold neighbouring parts of the same sequences", count);
+  o.add("parallel.tensor", &tensor, "processes that hold different heads and hidden units of every layer", count);
 }
 
 void Layout::check(const std::string& where) const {

@@ -1,5 +1,6 @@
 #include "model/ffn_layer.h"
 
+#include "model/tensor_shard.h"
 #include "ops/elementwise/op.h"
 #include "ops/glu/op.h"
 #include "ops/router/z_loss.h"
@@ -25,6 +26,7 @@ void forward(const LayerContext& lc, const DenseParams& p, const View& x, const 
   const View h = lc.allocate(s.gate.shape());
   ops::glu::forward(lc.ctx, glu_dims(lc, s.gate), {s.gate, s.up}, {h});
   project(lc, h, p.down, y);
+  sum_outputs(lc, y);
 }
 
 void backward(const LayerContext& lc, const DenseParams& p, const View& x, const Saved& s, const View& dy,
@@ -35,8 +37,13 @@ void backward(const LayerContext& lc, const DenseParams& p, const View& x, const
   project_backward(lc, h, p.down, dy, dh, Into::overwrite);
   const View dgate = h, dup = dh;  // h is spent; dh is read before it is written, element by element
   ops::glu::backward(lc.ctx, glu_dims(lc, s.gate), {s.gate, s.up}, {dh}, {dgate, dup});
-  project_backward(lc, x, p.gate, dgate, dx, into);
-  project_backward(lc, x, p.up, dup, dx, Into::add);
+  // What dx holds is the same everywhere already, and must not be summed again.
+  const bool apart = into == Into::add && is_cut(lc);
+  const View term = apart ? lc.allocate(dx.shape()) : dx;
+  project_backward(lc, x, p.gate, dgate, term, apart ? Into::overwrite : into);
+  project_backward(lc, x, p.up, dup, term, Into::add);
+  sum_terms(lc, term);
+  if (apart) ops::elementwise::add_to(lc.ctx, term, dx);
 }
 
 }  // namespace tessera::model::mlp

@@ -1,4 +1,5 @@
-// Feed-forward parts: the gated MLP (dense layers and shared experts) and LatentMoE.
+// Feed-forward parts: the gated MLP (dense layers and shared experts) and LatentMoE. An MLP whose hidden width is cut
+// among processes sums its terms itself (tensor_shard.h).
 // Source: moe.md 1 (router), 3 (LatentMoE, its stabilising norm and backward), 4 (activation).
 #pragma once
 

@@ -33,7 +33,8 @@ Cache allocate_cache(Arena&, const ModelConfig&, int64_t sequences, DType);
 
 Saved allocate_dear(const LayerContext&, bool training);
 void allocate_cheap(const LayerContext&, Saved&);
-// y (T, D) from x (T, D). With a cache: continues its sequences, one document each, and updates it.
+// y (T, D) from x (T, D); y and dx are terms of a sum where heads are cut among processes (tensor_shard.h). H is of the
+// heads that are here. With a cache: continues its sequences, one document each, and updates it.
 void forward(const LayerContext&, const KdaParams&, const View& x, const View& y, Saved&, bool training, Cache* cache);
 void make_cheap(const LayerContext&, const KdaParams&, Saved&, Cache* cache);  // from the dear part; same bits
 void backward(const LayerContext&, const KdaParams&, const View& x, const Saved&, const View& dy, const View& dx);

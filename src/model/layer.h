@@ -24,6 +24,7 @@ struct LayerContext {
   dist::Mesh* mesh = nullptr;           // null: this process alone
   double expert_imbalance = 0;          // ModelOptions
   const ContextShard* shard = nullptr;  // of the micro-batch whose tokens are cut among processes; null: it is whole
+  bool output_wanted = true;            // false: forward again for what it saves, so that its last sum may be left out
 
   View allocate(Shape shape) const { return ctx.arena.allocate(dtype, shape); }
   View allocate_exact(Shape shape) const { return ctx.arena.allocate(exact_type(dtype), shape); }

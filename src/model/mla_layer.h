@@ -32,7 +32,8 @@ Cache allocate_cache(Arena&, const ModelConfig&, int64_t sequences, int64_t capa
 
 Saved allocate_dear(const LayerContext&);
 void allocate_cheap(const LayerContext&, Saved&);
-// y (T, D) from x (T, D). `max_logit` (H) may be absent. With a cache: the first call of a sequence may bring any
+// y (T, D) from x (T, D); y and dx are terms of a sum where heads are cut among processes (tensor_shard.h), and H is of
+// the heads that are here. `max_logit` (H) may be absent. With a cache: the first call of a sequence may bring any
 // number of tokens, later calls one token a sequence.
 void forward(const LayerContext&, const MlaParams&, const View& x, const View& y, Saved&, const View& max_logit,
              Cache* cache);

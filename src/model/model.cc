@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "model/tensor_shard.h"
 #include "ops/cross_entropy/op.h"
 #include "ops/elementwise/op.h"
 #include "ops/embedding/op.h"
@@ -32,7 +33,8 @@ ops::rms_norm::Dims norm_dims(const LayerContext& lc) { return {lc.tokens, lc.co
 Shard shard_of(const ModelConfig& c, const dist::Mesh* mesh) {
   if (mesh == nullptr) return {};
   const dist::ExpertRanges ranges{c.moe.experts, mesh->expert.size()};
-  return {ranges.begin(mesh->expert.rank()), ranges.count(mesh->expert.rank())};
+  return {ranges.begin(mesh->expert.rank()), ranges.count(mesh->expert.rank()), mesh->tensor.rank(),
+          mesh->tensor.size()};
 }
 
 // In the account of memory.
@@ -44,13 +46,16 @@ const char* kind_of(const ModelConfig& c, int64_t s) {
 }  // namespace
 
 Model::Model(ModelConfig config, ModelOptions options)
-    : config_(std::move(config)), options_(std::move(options)), table_(config_, shard_of(config_, options_.mesh)) {
+    : config_(std::move(config)),
+      options_(std::move(options)),
+      share_(share_of(config_, options_.mesh != nullptr ? options_.mesh->tensor.size() : 1)),
+      table_(config_, shard_of(config_, options_.mesh)) {
   options_.recompute.resize(static_cast<size_t>(config_.layers), Recompute::none);
 }
 
 LayerContext Model::layer_context(Context& ctx, const Weights& w, const Batch& batch) const {
   return {.ctx = ctx,
-          .config = config_,
+          .config = share_,
           .weights = w,
           .documents = batch.documents,
           .tokens = batch.ids.elements(),
@@ -81,7 +86,7 @@ StepRecord Model::allocate_record(Arena& arena, DType dtype, const RecordOptions
         ops::router::allocate_counters(arena, config_.moe.experts, options.router.balance, options.counters));
   }
   for (int64_t l = 0; options.max_logit && l < mla_layers(); ++l) {
-    record.max_logit.push_back(arena.allocate_zeroed(exact_type(dtype), {config_.mla.heads}));
+    record.max_logit.push_back(arena.allocate_zeroed(exact_type(dtype), {share_.mla.heads}));
   }
   return record;
 }
@@ -221,6 +226,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
     read(lc, residuals, s, saved);
     mlp::forward(lc, p.dense, saved.x, out, saved.dense);
   }
+  if (is_mixer(s)) sum_outputs(lc, out);
   if (!starts_block(s)) ops::elementwise::add_to(lc.ctx, residuals[static_cast<size_t>(s)], out);
 }
 
@@ -260,6 +266,7 @@ void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals
   } else {
     mlp::backward(lc, p.dense, saved.x, saved.dense, dy, dx, Into::overwrite);
   }
+  if (is_mixer(s)) sum_terms(lc, dx);
   const ParamId gain = is_mixer(s) ? p.attention_norm : p.ffn_norm;
   const View& h = saved.h.present() ? saved.h : residuals[static_cast<size_t>(s)];
   ops::rms_norm::backward(lc.ctx, norm_dims(lc), {h, lc.weights[gain]}, saved.norm, {dx}, {dx, lc.weights.d(gain)});
@@ -315,6 +322,8 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
     mix_backward(lc, residuals, last, end, dx, gradients);
   }
 
+  LayerContext again = lc;  // forward once more: nobody reads residuals[s + 1] after the backward of sublayer s + 1
+  again.output_wanted = false;
   for (int64_t s = last - 1; s >= 0; --s) {
     Arena::Scope recomputed(ctx.arena);
     SublayerSaved& of_s = saved[static_cast<size_t>(s)];
@@ -322,7 +331,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
     const bool has_router = record != nullptr && !is_mixer(s) && config_.is_moe(layer);
     const double z_loss = has_router ? scale * record->routers[moe_index(config_, layer)].z_loss : 0;
     if (in_blocks(lc, s)) {
-      for_blocks(lc, [&](const LayerContext& block, int64_t begin) {
+      for_blocks(again, [&](const LayerContext& block, int64_t begin) {
         const Residuals rows = rows_of(residuals, begin, block.tokens);
         SublayerSaved of_block;
         sublayer(block, rows, s, of_block, true, nullptr, nullptr);
@@ -331,7 +340,7 @@ void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch,
       continue;
     }
     if (recompute_of(s) == Recompute::full) {
-      sublayer(lc, residuals, s, of_s, true, nullptr, nullptr);  // same bits into residuals[s + 1]
+      sublayer(again, residuals, s, of_s, true, nullptr, nullptr);
     } else if (recompute_of(s) == Recompute::cheap) {
       make_cheap(lc, residuals, s, of_s);
     }

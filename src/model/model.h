@@ -120,6 +120,7 @@ class Model {
 
   ModelConfig config_;
   ModelOptions options_;
+  ModelConfig share_;  // that this process computes, of its part along the tensor axis
   ParameterTable table_;
 };
 

@@ -42,6 +42,7 @@ class TableBuilder {
     double active_share = 1;
     double std = 0;  // 0: the model's init_std
     bool exact = false;
+    Cut cut = Cut::none;
   };
 
   ParamId add(const std::string& name, Shape shape, Traits traits) {
@@ -58,15 +59,33 @@ class TableBuilder {
     p.component = traits.component != nullptr ? traits.component : component_;
     p.active_share = traits.active_share;
     p.exact = traits.exact || traits.group == Group::vector || traits.group == Group::buffer;
+    p.whole = shape;
+    if (shard_.tensor_processes > 1) take_part(p, traits.cut);
     t_.parameters_.push_back(p);
     return t_.size() - 1;
   }
-  std::string in_layer(const std::string& name) const { return fmt::format("model.layers.{}.{}", layer_, name); }
-  ParamId matrix(const std::string& name, int64_t out, int64_t in, int64_t blocks = 1) {
-    return add(in_layer(name), {out, in}, {.blocks = blocks});
+  // Of the whole parameter that it is, the part of this process along the tensor axis.
+  void take_part(Parameter& p, Cut cut) const {
+    const int64_t n = shard_.tensor_processes, rank = shard_.tensor_rank;
+    p.cut = cut;
+    if (cut != Cut::rows && cut != Cut::columns) return;
+    const int axis = cut == Cut::rows ? 0 : 1;
+    const int64_t extent = p.whole[axis] / n;
+    TESSERA_CHECK(extent * n == p.whole[axis] && (p.blocks == 1 || p.blocks % n == 0), "{} {} among {}", p.name,
+                  p.whole.to_string(), n);
+    std::vector<int64_t> extents(p.whole.begin(), p.whole.end());
+    extents[static_cast<size_t>(axis)] = extent;
+    p.shape = Shape(extents);
+    (cut == Cut::rows ? p.first : p.first_column) = extent * rank;
+    p.cut_through = p.group == Group::matrix && p.blocks == 1;
+    if (p.blocks > 1) p.blocks /= n;
   }
-  ParamId vector(const std::string& name, Shape shape, Init init) {
-    return add(in_layer(name), shape, {.init = init, .group = Group::vector});
+  std::string in_layer(const std::string& name) const { return fmt::format("model.layers.{}.{}", layer_, name); }
+  ParamId matrix(const std::string& name, int64_t out, int64_t in, Cut cut, int64_t blocks = 1) {
+    return add(in_layer(name), {out, in}, {.blocks = blocks, .cut = cut});
+  }
+  ParamId vector(const std::string& name, Shape shape, Init init, Cut cut) {
+    return add(in_layer(name), shape, {.init = init, .group = Group::vector, .cut = cut});
   }
   ParamId add_gain(const std::string& name, int64_t width) {
     return add(name, {width}, {.init = Init::ones, .group = Group::vector, .component = "norms and mixes"});
@@ -104,25 +123,25 @@ class TableBuilder {
     const auto& k = c_.kda;
     const int64_t inner = k.heads * k.head_dim;
     KdaParams p{};
-    p.q_proj = matrix("self_attn.q_proj.weight", inner, c_.width, k.heads);
-    p.k_proj = matrix("self_attn.k_proj.weight", inner, c_.width, k.heads);
-    p.v_proj = matrix("self_attn.v_proj.weight", inner, c_.width, k.heads);
-    p.q_conv = vector("self_attn.q_conv1d.weight", {inner, 1, k.conv_width}, Init::conv);
-    p.k_conv = vector("self_attn.k_conv1d.weight", {inner, 1, k.conv_width}, Init::conv);
-    p.v_conv = vector("self_attn.v_conv1d.weight", {inner, 1, k.conv_width}, Init::conv);
-    p.f_a = matrix("self_attn.f_a_proj.weight", k.gate_rank, c_.width);
-    p.f_b = matrix("self_attn.f_b_proj.weight", inner, k.gate_rank);
-    p.b_proj = matrix("self_attn.b_proj.weight", k.heads, c_.width);
-    p.a_log = vector("self_attn.A_log", {k.heads}, Init::a_log);
-    p.dt_bias = vector("self_attn.dt_bias", {inner}, Init::dt_bias);
+    p.q_proj = matrix("self_attn.q_proj.weight", inner, c_.width, Cut::rows, k.heads);
+    p.k_proj = matrix("self_attn.k_proj.weight", inner, c_.width, Cut::rows, k.heads);
+    p.v_proj = matrix("self_attn.v_proj.weight", inner, c_.width, Cut::rows, k.heads);
+    p.q_conv = vector("self_attn.q_conv1d.weight", {inner, 1, k.conv_width}, Init::conv, Cut::rows);
+    p.k_conv = vector("self_attn.k_conv1d.weight", {inner, 1, k.conv_width}, Init::conv, Cut::rows);
+    p.v_conv = vector("self_attn.v_conv1d.weight", {inner, 1, k.conv_width}, Init::conv, Cut::rows);
+    p.f_a = matrix("self_attn.f_a_proj.weight", k.gate_rank, c_.width, Cut::partial);
+    p.f_b = matrix("self_attn.f_b_proj.weight", inner, k.gate_rank, Cut::rows);
+    p.b_proj = matrix("self_attn.b_proj.weight", k.heads, c_.width, Cut::rows);
+    p.a_log = vector("self_attn.A_log", {k.heads}, Init::a_log, Cut::rows);
+    p.dt_bias = vector("self_attn.dt_bias", {inner}, Init::dt_bias, Cut::rows);
     if (k.output_gate == OutputGate::low_rank) {
-      p.g_a = matrix("self_attn.g_a_proj.weight", k.gate_rank, c_.width);
-      p.g_b = matrix("self_attn.g_b_proj.weight", inner, k.gate_rank);
+      p.g_a = matrix("self_attn.g_a_proj.weight", k.gate_rank, c_.width, Cut::partial);
+      p.g_b = matrix("self_attn.g_b_proj.weight", inner, k.gate_rank, Cut::rows);
     } else {
-      p.g_proj = matrix("self_attn.g_proj.weight", inner, c_.width);
+      p.g_proj = matrix("self_attn.g_proj.weight", inner, c_.width, Cut::rows);
     }
-    p.o_norm = vector("self_attn.o_norm.weight", {k.head_dim}, Init::ones);
-    p.o_proj = matrix("self_attn.o_proj.weight", c_.width, inner);
+    p.o_norm = vector("self_attn.o_norm.weight", {k.head_dim}, Init::ones, Cut::partial);
+    p.o_proj = matrix("self_attn.o_proj.weight", c_.width, inner, Cut::columns);
     return p;
   }
 
@@ -131,23 +150,24 @@ class TableBuilder {
     const int64_t qk = m.nope_dim + m.rope_dim;
     MlaParams p{};
     if (m.q_rank == 0) {
-      p.q_proj = matrix("self_attn.q_proj.weight", m.heads * qk, c_.width, m.heads);
+      p.q_proj = matrix("self_attn.q_proj.weight", m.heads * qk, c_.width, Cut::rows, m.heads);
     } else {
-      p.q_a = matrix("self_attn.q_a_proj.weight", m.q_rank, c_.width);
-      p.q_a_norm = vector("self_attn.q_a_layernorm.weight", {m.q_rank}, Init::ones);
-      p.q_b = matrix("self_attn.q_b_proj.weight", m.heads * qk, m.q_rank, m.heads);
+      p.q_a = matrix("self_attn.q_a_proj.weight", m.q_rank, c_.width, Cut::partial);
+      p.q_a_norm = vector("self_attn.q_a_layernorm.weight", {m.q_rank}, Init::ones, Cut::partial);
+      p.q_b = matrix("self_attn.q_b_proj.weight", m.heads * qk, m.q_rank, Cut::rows, m.heads);
     }
-    p.kv_a = matrix("self_attn.kv_a_proj_with_mqa.weight", m.kv_rank + m.rope_dim, c_.width);
-    p.kv_a_norm = vector("self_attn.kv_a_layernorm.weight", {m.kv_rank}, Init::ones);
-    p.kv_b = matrix("self_attn.kv_b_proj.weight", m.heads * (m.nope_dim + m.value_dim), m.kv_rank, m.heads);
-    if (m.output_gate) p.g_proj = matrix("self_attn.g_proj.weight", m.heads * m.value_dim, c_.width);
-    p.o_proj = matrix("self_attn.o_proj.weight", c_.width, m.heads * m.value_dim);
+    p.kv_a = matrix("self_attn.kv_a_proj_with_mqa.weight", m.kv_rank + m.rope_dim, c_.width, Cut::partial);
+    p.kv_a_norm = vector("self_attn.kv_a_layernorm.weight", {m.kv_rank}, Init::ones, Cut::partial);
+    p.kv_b = matrix("self_attn.kv_b_proj.weight", m.heads * (m.nope_dim + m.value_dim), m.kv_rank, Cut::rows, m.heads);
+    if (m.output_gate) p.g_proj = matrix("self_attn.g_proj.weight", m.heads * m.value_dim, c_.width, Cut::rows);
+    p.o_proj = matrix("self_attn.o_proj.weight", c_.width, m.heads * m.value_dim, Cut::columns);
     return p;
   }
 
   DenseParams add_mlp(const std::string& prefix, int64_t hidden) {
-    return {matrix(prefix + "gate_proj.weight", hidden, c_.width), matrix(prefix + "up_proj.weight", hidden, c_.width),
-            matrix(prefix + "down_proj.weight", c_.width, hidden)};
+    return {matrix(prefix + "gate_proj.weight", hidden, c_.width, Cut::rows),
+            matrix(prefix + "up_proj.weight", hidden, c_.width, Cut::rows),
+            matrix(prefix + "down_proj.weight", c_.width, hidden, Cut::columns)};
   }
 
   MoeParams add_moe() {
@@ -164,7 +184,7 @@ class TableBuilder {
     p.bias = add(in_layer(prefix + "gate.e_score_correction_bias"), {m.experts},
                  {.init = Init::zeros, .group = Group::buffer, .component = "router"});
     component_ = "latent projections";
-    if (m.latent > 0) p.down = matrix(prefix + "routed_expert_down_proj.weight", latent, c_.width);
+    if (m.latent > 0) p.down = matrix(prefix + "routed_expert_down_proj.weight", latent, c_.width, Cut::none);
     const int64_t here = shard_.experts < 0 ? m.experts : shard_.experts;
     const Traits routed{.blocks = here,
                         .stack = here,
@@ -175,8 +195,8 @@ class TableBuilder {
     p.w3 = add(in_layer(prefix + "experts.{}.w3.weight"), {here, m.hidden, latent}, routed);
     p.w2 = add(in_layer(prefix + "experts.{}.w2.weight"), {here, latent, m.hidden}, routed);
     if (m.latent > 0) {
-      if (m.latent_norm) p.norm = vector(prefix + "routed_expert_norm.weight", {latent}, Init::ones);
-      p.up = matrix(prefix + "routed_expert_up_proj.weight", c_.width, latent);
+      if (m.latent_norm) p.norm = vector(prefix + "routed_expert_norm.weight", {latent}, Init::ones, Cut::none);
+      p.up = matrix(prefix + "routed_expert_up_proj.weight", c_.width, latent, Cut::none);
     }
     component_ = "shared experts";
     if (m.shared > 0) p.shared = add_mlp(prefix + "shared_experts.", m.shared * m.hidden);
@@ -306,10 +326,12 @@ void initialise(const ModelConfig& config, const ParameterTable& table, const We
       using Real = decltype(real);
       Real* value = w[id].as<Real>();
       if (value == nullptr) return;
-      const int64_t before = p.first * w[id].row_elements();  // of a stack, in other processes
+      // What lies before it, of a stack or of the whole parameter, is in other processes.
+      const int64_t row = w[id].row_elements(), whole_row = p.cut == Cut::columns ? p.whole[1] : row;
       parallel_ranges(p.elements(), 1 << 14, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          value[i] = Real(initial_value(p, random, static_cast<uint64_t>(before + i)));
+          const int64_t in_whole = (p.first + i / row) * whole_row + p.first_column + i % row;
+          value[i] = Real(initial_value(p, random, static_cast<uint64_t>(in_whole)));
         }
       });
     });

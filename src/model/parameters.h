@@ -25,19 +25,31 @@ enum class Group : uint8_t {
 
 enum class Init : uint8_t { normal, ones, zeros, a_log, dt_bias, conv };
 
+// How the processes of the tensor axis share a parameter (tensor_shard.h).
+enum class Cut : uint8_t {
+  none,     // each has all of it, and the same gradient
+  partial,  // each has all of it, and the gradient through its own heads: the sum is the parameter's
+  rows,     // a range of the leading index each
+  columns   // a range of the second of two indices each
+};
+
 struct Parameter {
   std::string name;
-  Shape shape;
+  Shape shape;  // of what is here
   Init init = Init::normal;
   double std = 0;  // of Init::normal
   Group group = Group::matrix;
   int64_t blocks = 1;          // matrices stacked along the first index, each orthogonalised alone (heads, experts)
   int64_t stack = 0;           // where the tensor stands for many published ones: how many of them are here, else 0
-  int64_t first = 0;           // and the number of the first of them
+  int64_t first = 0;           // and the number of the first of them; of Cut::rows, the first row
   int64_t layer = -1;          // 0-based; -1: outside the layers
   const char* component = "";  // row of `plan model`
   bool exact = false;          // kept in float32 beside bf16 activations: vectors, buffers and the router
   double active_share = 1;     // share a token uses: k / E for routed experts, 0 for the embedding (a look-up)
+  Cut cut = Cut::none;         // where there are several processes along the tensor axis
+  bool cut_through = false;    // one matrix, of which each of them has a part
+  Shape whole;                 // of the part of a stack that is here, or of the parts of all of them
+  int64_t first_column = 0;    // of Cut::columns
 
   int64_t elements() const { return shape.elements(); }
   std::string published_name(int64_t i) const;  // of the i-th of the stack; i is ignored where there is none
@@ -76,7 +88,8 @@ struct LayerParams {
 
 // What one process of several holds of a model.
 struct Shard {
-  int64_t first_expert = 0, experts = -1;  // -1: all
+  int64_t first_expert = 0, experts = -1;         // -1: all
+  int64_t tensor_rank = 0, tensor_processes = 1;  // that share heads and hidden widths
 };
 
 class ParameterTable {

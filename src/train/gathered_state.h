@@ -22,16 +22,16 @@ class GatheredState {
   const std::vector<ckpt::TensorRef>& tensors() const { return tensors_; }
 
  private:
-  View part_of(const Piece& piece);  // where these rows belong
+  View part_of(const Piece& piece);  // where it belongs
   void check_complete() const;
 
   std::vector<ckpt::TensorRef> tensors_;
   std::deque<HostCopy> copies_;
   std::map<std::string, std::vector<std::byte>> made_;
-  std::map<std::string, int64_t> rows_;  // that have arrived
+  std::map<std::string, int64_t> elements_;  // that have arrived
 };
 
-// Room on the host for every tensor of which a process keeps rows, and the way of these rows back to where they lie.
+// Room on the host for every tensor of which a process keeps a part, and the way of that part back to where it lies.
 class StagedState {
  public:
   explicit StagedState(const std::vector<Piece>& pieces);

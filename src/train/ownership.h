@@ -3,23 +3,29 @@
 // Processes that hold the same parameters (the replica axis; for experts the expert replica axis) share them out. After
 // the backward pass every part's gradient is summed at its owner; the owner updates; the new values go to everyone.
 // Each of the two moves (n - 1) / n of the parameters per process, in buckets, so that the room they take is bounded.
+// Where heads are cut among processes, what TensorExchange does comes between the sum and the update, and between the
+// update and the new values.
 #pragma once
+
+#include <optional>
 
 #include "dist/mesh.h"
 #include "optim/parts.h"
+#include "train/tensor_exchange.h"
 
 namespace tessera::train {
 
 class Ownership {
  public:
   struct Shared {
-    optim::Slot slot;
+    HeldSlot held;
     bool expert = false;  // differs along the expert axis
   };
   // `mesh` null: one process owns everything, and nothing is exchanged.
-  Ownership(std::vector<Shared> slots, dist::Mesh* mesh);
+  Ownership(Arena&, std::vector<Shared> slots, dist::Mesh* mesh);
 
-  const std::vector<optim::Slot>& own() const { return own_; }  // what this process updates, in the order of the slots
+  const std::vector<optim::Slot>& own() const { return tensor_->slots(); }     // what this process updates
+  std::span<const optim::Slot> counted() const { return tensor_->counted(); }  // of them, for sums over all processes
 
   // Gradients of own parts become the sums over everyone, all others zero.
   void reduce_gradients(Context&) const;
@@ -32,14 +38,13 @@ class Ownership {
     dist::Communicator* axis;
     std::vector<std::vector<optim::Slot>> parts;  // by owner
   };
-  using Field = View optim::Slot::*;
   // Calls f(group, buckets): buckets[r] are the parts of owner r that go together.
   template <class F>
   void for_each_bucket(F&& f) const;
   void publish(Context&, Field) const;
 
   std::vector<Group> groups_;  // of axes with more than one process
-  std::vector<optim::Slot> own_;
+  std::optional<TensorExchange> tensor_;
   dist::Mesh* mesh_;
 };
 

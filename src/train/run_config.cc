@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "config/options.h"
+#include "model/tensor_shard.h"
 #include "ops/gemm/gemm.h"
 #include "ops/router/cuda.h"
 
@@ -142,6 +143,9 @@ void RunConfig::check(const std::string& where) const {
                 where, train.recompute_selective ? "train.recompute_selective" : "train.ffn_block_tokens",
                 parallel.expert);
     }
+  }
+  if (parallel.tensor > 1) {
+    model::check_tensor(model::load_model_config(model_file), parallel.tensor, where, model_file);
   }
   const int64_t bins = guard.on ? with_every_rung({.balance = balance}).balance.bins : balance.bins;
   if (device == Device::cuda && ops::router::counts_quantiles(balance.method) && bins > ops::router::cuda::kMaxBins) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 
+#include "optim/gradient_norm.h"
 #include "optim/qk_clip.h"
 #include "train/step_sums.h"
 
@@ -24,7 +25,7 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
     : model_(model),
       run_(run),
       weights_(model::allocate_weights(ctx.arena, model.table(), ctx.activations(), true)),
-      ownership_(slots(run), model.mesh()),
+      ownership_(ctx.arena, slots(run), model.mesh()),
       optimizer_(ownership_.own(), run.optim.rules),
       record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
   optimizer_.allocate_state(ctx);
@@ -46,15 +47,16 @@ std::vector<Ownership::Shared> Stepper::slots(const RunConfig& run) const {
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
     const model::Parameter& p = model_.table()[id];
     if (p.group == model::Group::buffer) continue;
-    slots.push_back({.slot = {.name = p.name,
-                              .value = weights_.master[static_cast<size_t>(id)],
-                              .gradient = weights_.d(id),
-                              .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
-                              .blocks = p.blocks,
-                              .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
-                              .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
-                              .copy = working_copy(weights_, id)},
-                     .expert = p.stack > 0});
+    const optim::Slot slot{.name = p.name,
+                           .value = weights_.master[static_cast<size_t>(id)],
+                           .gradient = weights_.d(id),
+                           .rule = p.group == model::Group::matrix ? optim::Rule::muon : optim::Rule::adamw,
+                           .blocks = p.blocks,
+                           .weight_decay = p.group == model::Group::vector ? 0 : run.optim.weight_decay,
+                           .decay_idle = p.stack == 0 || run.optim.decay_idle_experts,
+                           .copy = working_copy(weights_, id),
+                           .first_row = p.stack > 0 ? 0 : p.first};
+    slots.push_back({.held = {slot, p.cut, p.cut_through, p.whole}, .expert = p.stack > 0});
   }
   return slots;
 }
@@ -146,13 +148,16 @@ int64_t Stepper::clip_heads(Context& ctx) const {
                       .q_copy = working_copy(weights_, query),
                       .kv_copy = working_copy(weights_, p.kv_b)});
   }
-  return optim::qk_clip(ctx, {c.mla.heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip},
-                        layers);
+  if (layers.empty()) return 0;
+  const int64_t heads = layers.front().max_logit.elements();  // that are here
+  const int64_t clipped =
+      optim::qk_clip(ctx, {heads, c.mla.nope_dim, c.mla.rope_dim, c.mla.value_dim, run_.optim.qk_clip}, layers);
+  return model_.mesh() != nullptr ? model_.mesh()->tensor.sum(clipped) : clipped;
 }
 
 optim::StepReport Stepper::update(Context& ctx, double learning_rate, int64_t step) {
   ownership_.reduce_gradients(ctx);
-  double norm = optimizer_.gradient_norm(ctx);
+  double norm = optim::gradient_norm(ctx, ownership_.counted());
   if (model_.mesh() != nullptr) norm = std::sqrt(ownership_.sum(norm * norm));
   const optim::StepReport report = optimizer_.step(ctx, learning_rate, step, norm);
   if (report.finite) ownership_.publish_values(ctx);
@@ -203,14 +208,13 @@ void Stepper::set_routers(const std::vector<model::RouterOptions>& routers) {
 }
 
 // Stacked experts are spelled out one by one, as they are published.
-static void spell_out(const std::string& name, const Shape& whole, int64_t first_row, const View& view, bool saved,
-                      std::vector<Piece>& pieces) {
-  const size_t hole = name.find("{}");
-  if (hole == std::string::npos) return pieces.push_back({name, whole, first_row, view, saved});
-  for (int64_t e = 0; e < view.rows(); ++e) {
-    const View expert = view.at(e);
-    pieces.push_back({name.substr(0, hole) + std::to_string(first_row + e) + name.substr(hole + 2), expert.shape(), 0,
-                      expert, saved});
+static void spell_out(const Piece& piece, std::vector<Piece>& pieces) {
+  const size_t hole = piece.name.find("{}");
+  if (hole == std::string::npos) return pieces.push_back(piece);
+  for (int64_t e = 0; e < piece.view.rows(); ++e) {
+    const View expert = piece.view.at(e);
+    pieces.push_back({piece.name.substr(0, hole) + std::to_string(piece.first_row + e) + piece.name.substr(hole + 2),
+                      expert.shape(), 0, expert, piece.saved});
   }
 }
 
@@ -218,20 +222,23 @@ std::vector<Piece> Stepper::state() const {
   const dist::Mesh* mesh = model_.mesh();
   const bool first = mesh == nullptr || mesh->replica.rank() == 0;
   const bool first_with_experts = mesh == nullptr || mesh->expert_replica.rank() == 0;
+  const bool first_of_tensor = mesh == nullptr || mesh->tensor.rank() == 0;
+  const auto cut = [](const model::Parameter& p) { return p.shape != p.whole; };
   std::vector<Piece> pieces;
   std::map<std::string_view, const model::Parameter*> parameters;
   for (model::ParamId id = 0; id < model_.table().size(); ++id) {
     const model::Parameter& p = model_.table()[id];
     parameters[p.name] = &p;
-    spell_out(p.name, p.shape, p.first, weights_.master[static_cast<size_t>(id)],
-              p.stack > 0 ? first_with_experts : first, pieces);
+    const bool saved = (p.stack > 0 ? first_with_experts : first) && (cut(p) || first_of_tensor);
+    spell_out({p.name, p.whole, p.first, weights_.master[static_cast<size_t>(id)], saved, p.first_column}, pieces);
   }
   for (const auto& [name, parameter, view, first_row] : optimizer_.state()) {
     const model::Parameter& p = *parameters.at(parameter);
-    spell_out(name, p.shape, p.first + first_row, view, true, pieces);
+    spell_out({name, p.whole, (p.stack > 0 ? p.first : 0) + first_row, view, cut(p) || first_of_tensor}, pieces);
   }
   for (const auto& [name, view] : pending_counts()) {
-    if (first || !name.ends_with(".histogram")) pieces.push_back({name, view.shape(), 0, view, first});
+    if (first || !name.ends_with(".histogram"))
+      pieces.push_back({name, view.shape(), 0, view, first && first_of_tensor});
   }
   return pieces;
 }

@@ -25,13 +25,15 @@ struct StepReport {
   std::string refusal() const;  // why nothing was changed, for people; empty: it was
 };
 
-// Rows of a published tensor that lie in this process: all of it, but for the optimizer's share of several processes.
+// What lies in this process of a published tensor: all of it, but for the optimizer's share of several processes, and
+// for tensors that are cut among them.
 struct Piece {
   std::string name;
   Shape whole;
   int64_t first_row = 0;
   View view;
   bool saved = true;  // this process writes it; the others hold the same
+  int64_t first_column = 0;
 };
 
 class Stepper {
