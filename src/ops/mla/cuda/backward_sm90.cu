@@ -1,4 +1,5 @@
-// Attention backward for sm_90, of heads of 128 + 64 / 128: the formulas of backward.cu in one pass, 1664 flops a pair.
+// Attention backward for sm_90, of heads of 128 + 64 / 128: the formulas of backward.cu in one pass, 1664 flops a pair
+// instead of 2304. Floor at T 32768, H 16: 14.3 TFLOP, 18 ms at the 790 TFLOP/s of a large product; it takes 26.6.
 //
 // A block of threads owns 128 keys of one head and walks over the document's queries, 64 at a time from the last on,
 // which the copy engine brings two tiles ahead. Two groups of 128 threads own 64 keys each and work on transposes,
@@ -6,16 +7,22 @@
 //   S^T = K Q^T,  dP^T = V do^T,   dV += P^T do  (P^T from registers),   dS^T to shared memory,
 //   dK += dS^T Q,   dQ tile = dS K  (each group 96 of its 192 columns, over all 128 keys)
 //
-// with dK and dV in registers (160 of 240). The next tile's S and dP are started before dK of this one is done, so that
-// the tensor cores have work while a group takes exponentials.
+// with dK and dV in registers, 160 of the 240 that a thread has. The others hold S, then P beside dP, then a part of
+// dQ: P is kept rounded to bf16, as dV takes it, and dS is made of that. Half of dK comes after the next tile's S, so
+// that the tensor cores have work while dQ is stored and exponentials are taken.
 //
 // dQ adds up over blocks of keys in float32 in global memory, in one order: block j of a document adds to a tile of
-// queries as the j-th. A thread apart (writer) waits for its turn, lets the copy engine add 48 KiB from shared memory,
-// and passes the turn on; groups wait for it only where it is a whole tile late. Turns cannot block each other: a block
-// waits for the one before it in its document alone, and blocks take their numbers in the order in which they start.
-// The longest start first. Blocks of all heads lie beside each other, so that few blocks of a head are at work at once,
-// a tile apart, and what they read and add to stays in the L2 cache. Tiles of the sums are in the order in which
-// threads hold them; a last kernel scales, rounds and sorts.
+// queries as the j-th. A thread apart (write_sums) waits for its turn, lets the copy engine add 48 KiB from shared
+// memory, and passes the turn on; groups wait for it only where it is a whole tile late. Turns cannot block each other:
+// a block waits for the one before it in its document alone, and blocks take their numbers in the order in which they
+// start, the longest first. Tiles of the sums are in the order in which threads hold them; a last kernel scales, rounds
+// and sorts.
+//
+// What was tried, in TFLOP/s at T 32768, H 16 (H200, whose clock falls under this load: +-2 %): blocks of 16 heads
+// beside each other 485, of 8 530, of 4 540, of 2 523, of 1 462 (few blocks of a head at a time read each tile of
+// queries into the L2 cache too often; many wait for each other). Tiles prefetched into L2: 498 to 532. dV in one
+// batch, dK split otherwise, a part of it before the groups meet: 525 to 540. Not right, but to see what is left:
+// without turns 544, without adding dQ at all 643.
 //
 // Rows past the end of a document, of another document or zeros, have P = dS = 0.
 #include <cutlass/arch/barrier.h>
@@ -37,6 +44,7 @@ using Named = cutlass::arch::NamedBarrier;
 using Major = mma::Major;
 
 constexpr int kKeys = 128, kQueries = kQueryTile, kStages = 2;
+constexpr int64_t kBeside = 4;                           // heads whose blocks start in turn
 constexpr int kGroup = 128, kBlockThreads = 3 * kGroup;  // loader and writer, then two groups that multiply
 constexpr int kNope = 128, kRope = 64, kKey = kNope + kRope, kValue = 128;
 constexpr int kKeyPanel = kKeys * 64, kQueryPanel = kQueries * 64;  // elements
@@ -155,7 +163,7 @@ __device__ void wait_for_turn(const int* turn, int mine) {
     int now;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
     if (now == mine) break;
-    __nanosleep(64);
+    __nanosleep(32);
   }
   asm volatile("fence.proxy.async;" ::: "memory");  // the copy engine's additions come after those before them
 }
@@ -187,10 +195,12 @@ __device__ void write_sums(const Work& w, const Block& block, const Walk& walk, 
     for (int half = 0; half < 2; ++half) {
       Full::wait(&s.sums_full[half], parity);
       add_sums(to + half * kHalfSums, s.sums[half], mine == 0);
+      cute::tma_store_arrive();
     }
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // shared memory has been read
-    for (int half = 0; half < 2; ++half) Empty::arrive(&s.sums_empty[half]);
+    cute::tma_store_wait<1>();  // shared memory has been read
+    Empty::arrive(&s.sums_empty[0]);
+    cute::tma_store_wait<0>();
+    Empty::arrive(&s.sums_empty[1]);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and global memory written
     pass_turn(turn, mine + 1);
   }
@@ -422,14 +432,20 @@ __device__ void multiply_tiles(const Arguments& a, float scale_log2, Shared& s) 
   write_key_sums(a, s.block, sums, kGroupIndex * 64 + thread / 32 * 16 + thread % 32 / 4);
 }
 
+// The block of keys that starts as number `order`: kBeside heads beside each other, keys in their order.
+__device__ bool find_keys(const Arguments& a, const Work& w, int order, Block& block) {
+  const int64_t numbers = block_numbers<kKeys, Side::keys>(a), in_set = order % (numbers * kBeside);
+  const int64_t first_head = order / (numbers * kBeside) * kBeside, width = min(kBeside, w.heads - first_head);
+  return block_at<kKeys, Side::keys>(a, in_set / width, w.head_begin + first_head + in_set % width, block);
+}
+
 __global__ void __launch_bounds__(kBlockThreads, 1)
     key_kernel(const __grid_constant__ Maps maps, const Arguments a, const Work w) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   bool present = true;
   if (threadIdx.x == 0) {
-    const int number = atomicAdd(w.turns, 1);
-    present = block_at<kKeys, Side::keys>(a, number / w.heads, w.head_begin + number % w.heads, s.block);
+    present = find_keys(a, w, atomicAdd(w.turns, 1), s.block);
     if (present) s.walk = walk_of(a, s.block);
     Full::init(&s.keys_full, 1);
     for (int i = 0; i < kStages; ++i) {
