@@ -167,9 +167,11 @@ const check::OpTable& table() {
       .speed = {make_speed({8, 128, 64, 128}, 1, 2048), make_speed({4, 32, 16, 32}, 8, 1024)},
       .more = more_checks,
       .cuda_types = {DType::bf16},
-      // Heads of 128 + 64 / 128 over several blocks, the last of one token or nearly full; the middle tiles; sharp
-      // softmax. Decode: rows read eight at a time, heads in groups of 16, 32 and 64, more than 64 sequences.
+      // Heads of 128 + 64 / 128 over several blocks, the last of one token or nearly full, more heads than are at work
+      // at once, documents around a tile of queries (64) and a block of keys (128); the middle tiles; sharp softmax.
+      // Decode: rows read eight at a time, heads in groups of 16, 32 and 64, more than 64 sequences.
       .cuda_cases = {make_case({3, 128, 64, 128}, {700, 1, 333}), make_case({2, 128, 64, 128}, {129, 255, 64, 1025}),
+                     make_case({5, 128, 64, 128}, {1, 63, 65, 127, 192, 2, 0, 3}),
                      make_case({2, 64, 32, 64}, {200, 130}), make_case({1, 24, 16, 24}, {500}, 4.0),
                      make_prefix({3, 128, 64, 128}, {100, 0, 1, 333, 64}, {700, 40, 500, 333, 129}),
                      make_prefix({2, 128, 64, 128}, {300, 129, 128}, {1324, 130, 1000}),

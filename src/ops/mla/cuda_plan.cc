@@ -2,13 +2,12 @@
 #include "ops/mla/cuda.h"
 
 namespace tessera::ops::mla::cuda {
-
 namespace {
 
-// Heads whose dq is summed at a time: groups of a like size, of no more than 1 GiB.
+// Heads whose dq is summed at a time: groups of a like size, one head or no more than 512 MiB each.
 int64_t summed_heads(const Dims& d, int64_t tiles) {
   const int64_t head_bytes = tiles * kQueryTile * d.key_dim() * bytes_of(DType::f32);
-  const int64_t most = std::max<int64_t>((int64_t{1} << 30) / head_bytes, 1), groups = (d.heads + most - 1) / most;
+  const int64_t most = std::max<int64_t>((int64_t{1} << 29) / head_bytes, 1), groups = (d.heads + most - 1) / most;
   return (d.heads + groups - 1) / groups;
 }
 

@@ -105,6 +105,19 @@ TEST(Mla, DryRunForTheGpuTakesWhatCostsState) {
   EXPECT_EQ(absorbed.taken, absorbed.stated());
 }
 
+// 32 heads of 2^20 tokens would be 24 GiB of float32 dq: what is summed at a time stays near 512 MiB, or is one head's.
+TEST(Mla, TheGpuSumsQueryGradientsOfAFewHeadsAtATime) {
+  const auto workspace = [](int64_t tokens, int64_t heads) {
+    const std::vector<int64_t> offsets{0, tokens};
+    return costs({tokens, heads, 128, 64, 128}, {offsets}, DType::bf16, Pass::backward, Device::cuda).workspace_bytes;
+  };
+  const auto rows = [](int64_t tokens, int64_t heads) { return tokens * heads * (4 + 4 + 4 + 64 * 4); };
+  const int64_t one_long = int64_t{1} << 20, slack = int64_t{1} << 24;
+  EXPECT_LE(workspace(one_long, 32), rows(one_long, 32) + one_long * 192 * 4 + slack);
+  EXPECT_LE(workspace(32768, 96), rows(32768, 96) + (int64_t{1} << 29) + slack);
+  EXPECT_GE(workspace(32768, 16), rows(32768, 16) + int64_t{32768} * 16 * 192 * 4) << "all of 16 heads fit";
+}
+
 TEST(Mla, HeadsWiderThanTheGpuHasTilesForAreRefused) {
   DryGpu gpu;
   EXPECT_THROW(gpu.run({1000, 3, 136, 64, 128}), UserError);

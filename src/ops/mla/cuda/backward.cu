@@ -3,11 +3,12 @@
 //   P = exp(S - lse),  dP = do V^T,  dS = P o (dP - delta),
 //   dV = P^T do,   dk = scale dS^T q,   dq = scale dS k,   dk_shared = sum over heads of the last d_p columns of dk
 //
-// Two kernels, each of which owns what it sums: a block of keys walks the queries and makes dk and dV, a block of
-// queries walks the keys and makes dq. S and dP are computed in both (2304 flops a pair instead of 1664 at 192/128); in
-// return nothing is added across blocks, so the bits never vary and dq needs no float32 copy. The first works on the
-// transposes S^T = K Q^T and dP^T = V do^T: rows of a warp are its 16 keys, and P^T and dS^T go from one product to the
-// next in registers. Heads' parts of dk_shared are added in head order by a small kernel.
+// Heads of 128 + 64 / 128 have kernels of their own (sm90_backward.cu). Here, for all others and for rows that are not
+// whole vectors: two kernels, each of which owns what it sums: a block of keys walks the queries and makes dk and dV, a
+// block of queries walks the keys and makes dq. S and dP are computed in both (2304 flops a pair instead of 1664 at
+// 192/128); in return nothing is added across blocks, so the bits never vary and dq needs no float32 copy. The first
+// works on the transposes S^T = K Q^T and dP^T = V do^T: rows of a warp are its 16 keys, and P^T and dS^T go from one
+// product to the next in registers. Heads' parts of dk_shared are added in head order by a small kernel.
 //
 // A document's first token sees itself alone: its dS is 0, where dP - delta would leave the rounding of two sums. Rows
 // are counted among the queries of a document, masks go by positions (tiles.h).

@@ -1,4 +1,5 @@
-// Attention backward for sm_90, of heads of 128 + 64 / 128: the formulas of backward.cu in one pass, 1664 flops a pair.
+// Attention backward for sm_90, of heads of 128 + 64 / 128: the formulas of backward.cu in one pass, 1664 flops a pair
+// instead of 2304. Floor at T 32768, H 16: 14.3 TFLOP, 18 ms at the 790 TFLOP/s of a large product; it takes 26.6.
 //
 // A block of threads owns 128 keys of one head and walks over the document's queries, 64 at a time from the last on,
 // which the copy engine brings two tiles ahead. Two groups of 128 threads own 64 keys each and work on transposes,
@@ -6,16 +7,22 @@
 //   S^T = K Q^T,  dP^T = V do^T,   dV += P^T do  (P^T from registers),   dS^T to shared memory,
 //   dK += dS^T Q,   dQ tile = dS K  (each group 96 of its 192 columns, over all 128 keys)
 //
-// with dK and dV in registers (160 of 240). The next tile's S and dP are started before dK of this one is done, so that
-// the tensor cores have work while a group takes exponentials.
+// with dK and dV in registers, 160 of the 240 that a thread has. The others hold S, then P beside dP, then a part of
+// dQ: P is kept rounded to bf16, as dV takes it, and dS is made of that. Half of dK comes after the next tile's S, so
+// that the tensor cores have work while dQ is stored and exponentials are taken.
 //
 // dQ adds up over blocks of keys in float32 in global memory, in one order: block j of a document adds to a tile of
-// queries as the j-th. A thread apart (writer) waits for its turn, lets the copy engine add 48 KiB from shared memory,
-// and passes the turn on; groups wait for it only where it is a whole tile late. Turns cannot block each other: a block
-// waits for the one before it in its document alone, and blocks take their numbers in the order in which they start.
-// The longest start first. Blocks of all heads lie beside each other, so that few blocks of a head are at work at once,
-// a tile apart, and what they read and add to stays in the L2 cache. Tiles of the sums are in the order in which
-// threads hold them; a last kernel scales, rounds and sorts.
+// queries as the j-th. A thread apart (write_sums) waits for its turn, lets the copy engine add 48 KiB from shared
+// memory, and passes the turn on; groups wait for it only where it is a whole tile late. Turns cannot block each other:
+// a block waits for the one before it in its document alone, and blocks take their numbers in the order in which they
+// start, the longest first. Tiles of the sums are in the order in which threads hold them; a last kernel scales, rounds
+// and sorts.
+//
+// What was tried, in TFLOP/s at T 32768, H 16 (H200, whose clock falls under this load: +-2 %): blocks of 16 heads
+// beside each other 485, of 8 530, of 4 540, of 2 523, of 1 462 (few blocks of a head at a time read each tile of
+// queries into the L2 cache too often; many wait for each other). Tiles prefetched into L2: 498 to 532. dV in one
+// batch, dK split otherwise, a part of it before the groups meet: 525 to 540. Not right, but to see what is left:
+// without turns 544, without adding dQ at all 643.
 //
 // Rows past the end of a document, of another document or zeros, have P = dS = 0.
 #include <cutlass/arch/barrier.h>
@@ -24,6 +31,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/cuda/tensor_map.h"
+#include "core/cuda/turns.h"
 #include "core/cuda/wgmma.h"
 #include "ops/mla/cuda/sm90.h"
 
@@ -37,9 +45,9 @@ using Named = cutlass::arch::NamedBarrier;
 using Major = mma::Major;
 
 constexpr int kKeys = 128, kQueries = kQueryTile, kStages = 2;
-constexpr int kGroup = 128, kBlockThreads = 3 * kGroup;             // loader and writer, then two groups that multiply
+constexpr int64_t kBeside = 4;                                      // heads whose blocks start in turn
+constexpr int kBlockThreads = 3 * kGroup;                           // loader and writer, then two groups that multiply
 constexpr int kKeyPanel = kKeys * 64, kQueryPanel = kQueries * 64;  // elements
-constexpr int kHalfSums = kQueries * kKey / 2;
 
 // The tiles of queries that a block of keys sees: [begin, end) among those of its document, the first of which is
 // `number` of its head.
@@ -75,55 +83,6 @@ struct Maps {
   CUtensorMap q, d_o, kv, k_shared;
 };
 
-struct Work {
-  int64_t head_begin = 0, heads = 0;  // of this launch
-  float scale_log2 = 0;               // scale log2(e)
-  int64_t query_numbers = 0;          // tiles of queries in a head, idle ones too
-  float* terms = nullptr;             // (H, query_numbers, 2, 64): lse log2(e), delta
-  float* sums = nullptr;              // (heads, query_numbers, 2, kHalfSums): dQ / scale
-  int* turns = nullptr;               // next block number, then (heads, query_numbers): blocks of keys that have added
-};
-
-// A place in the ring of stages. The barriers' parity turns over with it.
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// What queries bring beside their rows; past the document's end such that P = dS = 0. A row by 16 threads.
-__global__ void __launch_bounds__(kThreads) terms_kernel(const Arguments a, const Work w) {
-  const int64_t number = blockIdx.x % w.query_numbers, head = blockIdx.x / w.query_numbers;
-  Block block;
-  if (!block_at<kQueries, Side::queries>(a, number, head, block)) return;
-  float* terms = w.terms + int64_t(blockIdx.x) * 2 * kQueries;
-  const int c = threadIdx.x % 16 * 8;
-#pragma unroll
-  for (int i = threadIdx.x / 16; i < kQueries; i += kThreads / 16) {
-    const int query = block.first + i;
-    const bool present = query < block.queries;
-    const int64_t row = (block.query_begin + query) * a.heads + head;
-    float dot = 0;
-    if (present) {
-      float o[8], d_o[8];
-      load8(a.o + row * kValue + c, o);
-      load8(a.d_o + row * kValue + c, d_o);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) dot += o[e] * d_o[e];
-    }
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-    if (c != 0) continue;
-    terms[i] = present ? a.lse[row] * kLog2e : INFINITY;
-    terms[kQueries + i] = dot;
-  }
-}
-
 __device__ void load_tiles(const Maps& maps, const Work& w, const Block& block, const Walk& walk, Shared& s) {
   if (walk.begin >= walk.end) return;
   using Load2 = cute::SM90_TMA_LOAD_2D;
@@ -134,33 +93,17 @@ __device__ void load_tiles(const Maps& maps, const Work& w, const Block& block, 
   Load3::copy(&maps.kv, &s.keys_full, kHint, s.k[0], 0, head, key);
   Load3::copy(&maps.kv, &s.keys_full, kHint, s.k[2], 64, head, key);
   Load2::copy(&maps.k_shared, &s.keys_full, kHint, s.k[1], 0, key);
-  for (int i = 0; i < 2; ++i) Load3::copy(&maps.kv, &s.keys_full, kHint, s.v[i], kNope + i * 64, head, key);
-  Place place;
-  for (int tile = walk.end - 1; tile >= walk.begin; --tile) {
-    const int query = int(block.query_begin) + tile * kQueries, stage = place.stage;
+  for (int p = 0; p < 2; ++p) Load3::copy(&maps.kv, &s.keys_full, kHint, s.v[p], kNope + p * 64, head, key);
+  for (int i = 0; i < walk.end - walk.begin; ++i) {
+    const int tile = walk.end - 1 - i, query = int(block.query_begin) + tile * kQueries, stage = i % kStages;
     uint64_t* full = &s.full[stage];
-    Empty::wait(&s.empty[stage], place.parity ^ 1);
+    Empty::wait(&s.empty[stage], uint32_t(i / kStages + 1) % 2);
     Full::arrive_and_expect_tx(full, kStageBytes);
-    for (int i = 0; i < 3; ++i) Load3::copy(&maps.q, full, kHint, s.q[stage][i], i * 64, head, query);
-    for (int i = 0; i < 2; ++i) Load3::copy(&maps.d_o, full, kHint, s.d_o[stage][i], i * 64, head, query);
+    for (int p = 0; p < 3; ++p) Load3::copy(&maps.q, full, kHint, s.q[stage][p], p * 64, head, query);
+    for (int p = 0; p < 2; ++p) Load3::copy(&maps.d_o, full, kHint, s.d_o[stage][p], p * 64, head, query);
     const float* terms = w.terms + (block.head * w.query_numbers + walk.number + tile) * 2 * kQueries;
     cute::SM90_BULK_COPY_G2S::copy(terms, full, s.terms[stage], kTermBytes);
-    place.advance();
   }
-}
-
-__device__ void wait_for_turn(const int* turn, int mine) {
-  for (;;) {
-    int now;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    if (now == mine) break;
-    __nanosleep(64);
-  }
-  asm volatile("fence.proxy.async;" ::: "memory");  // the copy engine's additions come after those before them
-}
-__device__ void pass_turn(int* turn, int next) {
-  asm volatile("fence.proxy.async;" ::: "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
 
 // One half of a tile of sums; the first block of keys sets it.
@@ -170,9 +113,7 @@ __device__ void add_sums(float* to, const float* from, bool first) {
     cute::SM90_BULK_COPY_S2G::copy(from, to, kBytes);
     return;
   }
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(kBytes)
-               : "memory");
+  add_floats(to, shared_address(from), kBytes);
 }
 
 __device__ void write_sums(const Work& w, const Block& block, const Walk& walk, Shared& s) {
@@ -190,7 +131,7 @@ __device__ void write_sums(const Work& w, const Block& block, const Walk& walk, 
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // shared memory has been read
     for (int half = 0; half < 2; ++half) Empty::arrive(&s.sums_empty[half]);
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and global memory written
+    wait_for_writes();  // and global memory written
     pass_turn(turn, mine + 1);
   }
 }
@@ -421,14 +362,20 @@ __device__ void multiply_tiles(const Arguments& a, float scale_log2, Shared& s) 
   write_key_sums(a, s.block, sums, kGroupIndex * 64 + thread / 32 * 16 + thread % 32 / 4);
 }
 
+// The block of keys that starts as number `order`: kBeside heads beside each other, keys in their order.
+__device__ bool find_keys(const Arguments& a, const Work& w, int order, Block& block) {
+  const int64_t numbers = block_numbers<kKeys, Side::keys>(a), in_set = order % (numbers * kBeside);
+  const int64_t first_head = order / (numbers * kBeside) * kBeside, width = min(kBeside, w.heads - first_head);
+  return block_at<kKeys, Side::keys>(a, in_set / width, w.head_begin + first_head + in_set % width, block);
+}
+
 __global__ void __launch_bounds__(kBlockThreads, 1)
     key_kernel(const __grid_constant__ Maps maps, const Arguments a, const Work w) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   bool present = true;
   if (threadIdx.x == 0) {
-    const int number = atomicAdd(w.turns, 1);
-    present = block_at<kKeys, Side::keys>(a, number / w.heads, w.head_begin + number % w.heads, s.block);
+    present = find_keys(a, w, atomicAdd(w.turns, 1), s.block);
     if (present) s.walk = walk_of(a, s.block);
     Full::init(&s.keys_full, 1);
     for (int i = 0; i < kStages; ++i) {
@@ -456,32 +403,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
 }
 
-// A tile of sums to dq: a thread takes eight columns of two rows. Column groups 0 to 11 are the first half; the second
-// begins with 16 to 23.
-__global__ void __launch_bounds__(kThreads) query_kernel(const Arguments a, const Work w) {
-  const int64_t number = blockIdx.x % w.query_numbers, head = blockIdx.x / w.query_numbers;
-  Block block;
-  if (!block_at<kQueries, Side::queries>(a, number, w.head_begin + head, block)) return;
-  const float4* tile = reinterpret_cast<const float4*>(w.sums + int64_t(blockIdx.x) * (2 * kHalfSums));
-#pragma unroll
-  for (int i = threadIdx.x; i < kQueries / 2 * (kKey / 8); i += kThreads) {
-    const int column = i % (kKey / 8), pair = i / (kKey / 8), row = pair / 8 * 16 + pair % 8;
-    const int half = column < 12 ? 0 : 1, in_half = column < 12 ? column : (column < 16 ? column - 4 : column - 16);
-    const float4* from = tile + half * (kHalfSums / 4) + in_half * kGroup + pair * 4;
-    float upper[8], lower[8];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float4 four = from[e];
-      upper[2 * e] = four.x * a.scale, upper[2 * e + 1] = four.y * a.scale;
-      lower[2 * e] = four.z * a.scale, lower[2 * e + 1] = four.w * a.scale;
-    }
-    const int query = block.first + row;
-    bf16* to = a.dq + ((block.query_begin + query) * a.heads + block.head) * kKey + column * 8;
-    if (query < block.queries) store8(to, upper);
-    if (query + 8 < block.queries) store8(to + 8 * a.heads * kKey, lower);
-  }
-}
-
 }  // namespace
 
 bool takes(const Dims& d, const Inputs& in, const OutputGrads& dout) {
@@ -504,13 +425,13 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const OutputGra
   w.terms = workspace.terms.gpu<float>();
   w.sums = workspace.query_sums.gpu<float>();
   w.turns = workspace.turns.gpu<int32_t>();
-  launch(terms_kernel, w.query_numbers * d.heads, kThreads, 0, stream)(a, w);
+  write_terms(stream, a, w);
   const int64_t heads = workspace.query_sums.dim(0);
   for (w.head_begin = 0; w.head_begin < d.heads; w.head_begin += heads) {
     w.heads = std::min(heads, d.heads - w.head_begin);
     workspace.turns.zero();
     launch(key_kernel, block_numbers<kKeys, Side::keys>(a) * w.heads, kBlockThreads, kSharedBytes, stream)(maps, a, w);
-    launch(query_kernel, w.query_numbers * w.heads, kThreads, 0, stream)(a, w);
+    round_sums(stream, a, w);
   }
 }
 

@@ -34,7 +34,7 @@ using Major = cute::GMMA::Major;
 using Element = cute::bfloat16_t;
 
 constexpr int kQueries = 128, kKeys = 128, kStages = 2;
-constexpr int kGroup = 128, kGroups = 2, kBlockThreads = (kGroups + 1) * kGroup;
+constexpr int kGroups = 2, kBlockThreads = (kGroups + 1) * kGroup;
 constexpr int kBoxColumns = 64;  // 128 bytes
 
 // A box of 64 columns is one run of memory: atoms are laid along the rows first.
