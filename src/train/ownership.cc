@@ -5,8 +5,6 @@
 namespace tessera::train {
 namespace {
 
-constexpr int64_t kBucketBytes = int64_t{64} << 20;  // of float32, over all owners
-
 using Parts = std::span<const optim::Slot>;
 
 int64_t elements_of(Parts parts) {

@@ -10,6 +10,8 @@
 
 namespace tessera::train {
 
+constexpr int64_t kBucketBytes = int64_t{64} << 20;  // that are exchanged together: float32, over all owners
+
 class Ownership {
  public:
   struct Shared {
