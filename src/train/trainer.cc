@@ -127,10 +127,10 @@ MemoryPlan Trainer::plan_from(const Position& at) {
   const int64_t steps = std::min(config_.train.steps - at.step, kAhead / per_step + 1);
   LargestBatches training, evaluation;
   for (int64_t q = 0; q < steps * per_step; q += per_batch) {
-    training.add(corpus_->offsets(at.next_sequence + q, per_batch));
+    training.add(corpus_->offsets(at.next_sequence + q, per_batch), model_.mesh());
   }
   for (int64_t b = 0; b < corpus_->validation.count(); ++b)
-    evaluation.add(corpus_->validation.batch(b).offsets);
+    evaluation.add(corpus_->validation.batch(b).offsets, model_.mesh());
   return plan_memory(model_, config_, guard_.routers(), training, evaluation);
 }
 
@@ -268,6 +268,15 @@ static void sum_over_replicas(dist::Mesh* mesh, std::span<int64_t> counts) {
   if (mesh != nullptr) mesh->replica.all_reduce(View(counts.data(), DType::i64, {std::ssize(counts)}));
 }
 
+// Processes on this one's machine, itself among them.
+static int64_t neighbours(const dist::Mesh* mesh) {
+  if (mesh == nullptr) return 1;
+  int64_t here = 0;
+  for (int r = 0; r < mesh->world.size(); ++r)
+    here += mesh->world.node_of(r) == mesh->world.node_of(mesh->world.rank());
+  return here;
+}
+
 bool Trainer::asked_to_stop() const {
   const bool here = StopSignals::asked();
   return model_.mesh() == nullptr ? here : model_.mesh()->world.sum(int64_t{here}) > 0;
@@ -324,7 +333,7 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
   const Position expected = expected_position();
   result.plan = plan_from(expected);
-  require_memory(result.plan, config_);              // before anything is written
+  require_memory(result.plan, config_, neighbours(model_.mesh()));  // before anything is written
   corpus_->loader.batch(expected.next_sequence, 1);                 // an edited store shows before anything is written
   std::optional<ckpt::WriterLock> lock;
   if (leads()) lock.emplace((fs::path(config_.dir) / "checkpoints").string());
