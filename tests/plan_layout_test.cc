@@ -146,22 +146,12 @@ TEST_F(PlanOfSeveral, SlowLinksBetweenNodesDecide) {
 }
 
 TEST_F(PlanOfSeveral, WhatOneProcessCannotHoldIsSharedOut) {
-  const std::string model = source_path("configs/models/kimi-linear-48b-a3b.toml");
-  const std::vector<std::string> more{"--processes",
-                                      "64",
-                                      "--device",
-                                      "cuda",
-                                      "--model.file",
-                                      model,
-                                      "--data.context",
-                                      "8192",
-                                      "--train.tokens_per_step",
-                                      "4194304",
-                                      "--train.micro_tokens",
-                                      "8192",
-                                      "--train.recompute_all",
-                                      "true"};
-  const json plan = plan_json("layout", more);
+  const Outcome o = tessera({"plan", "layout", source_path("configs/runs/h200-3b-a0.5b.toml"), "--model.file",
+                             source_path("configs/models/h200-3b-a0.5b.toml"), "--processes", "8", "--memory", "30",
+                             "--train.recompute_selective", "false", "--train.recompute_all", "true",
+                             "--train.micro_tokens", "8192", "--json"});
+  ASSERT_EQ(o.exit_code, 0) << o.err;
+  const json plan = json::parse(o.out);
   EXPECT_EQ(plan.at("target"), "H200");
   int fitting = 0, too_large = 0;
   for (const json& l : plan.at("layouts")) {
