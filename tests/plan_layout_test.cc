@@ -85,6 +85,17 @@ TEST_F(PlanOfSeveral, CommandPlansWhatTheRunFileSays) {
   EXPECT_LE(four.at("usable_bytes").get<double>(), 0.3 * one.at("usable_bytes").get<double>());
 }
 
+TEST_F(PlanOfSeveral, ProcessesOfOneMachineShareItsMemory) {
+  const train::MemoryPlan half{.planned_peak = train::usable_bytes(Device::cpu) / 2};
+  EXPECT_NO_THROW(require_memory(half, config({}), 1));
+  try {
+    require_memory(half, config({.data = 4}), 4);
+    ADD_FAILURE() << "four times a half is too much";
+  } catch (const UserError& error) {
+    EXPECT_TRUE(std::string(error.what()).starts_with("a process of the run needs")) << error.what();
+  }
+}
+
 TEST_F(PlanOfSeveral, OffersOnlyWhatTheRunFileMayHave) {
   for (const int64_t expert : {1, 2}) {
     train::RunConfig run = config({.data = 2, .expert = expert});
