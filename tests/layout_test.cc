@@ -8,6 +8,7 @@
 
 #include "core/philox.h"
 #include "dist/in_process.h"
+#include "support.h"
 #include "train/gathered_state.h"
 #include "train/memory_plan.h"
 #include "train/step.h"
@@ -418,6 +419,76 @@ TEST(Layout, CutLayersSendTheirRowsTwiceWhateverIsRecomputed) {
     stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), kMicroTokens);
     const int64_t rows = kMicroTokens * c.width * int64_t(sizeof(float)), sublayers = 2 * c.layers;
     EXPECT_EQ(mesh.tensor.traffic().bytes(), 2 * sublayers * rows);
+  }
+}
+
+// ---- checkpoints ----
+
+using Bytes = std::vector<std::byte>;
+
+std::map<std::string, Bytes> gathered_bytes(const train::Stepper& stepper, dist::Mesh* mesh) {
+  std::map<std::string, Bytes> bytes;
+  const train::GatheredState gathered(stepper.state(), mesh != nullptr ? &mesh->world : nullptr);
+  for (const auto& [name, view] : gathered.tensors()) {
+    const auto* begin = static_cast<const std::byte*>(view.data());
+    bytes[name] = Bytes(begin, begin + view.bytes());
+  }
+  return bytes;
+}
+
+// Calls f(stepper, ctx, mesh) in every process of a layout.
+template <class F>
+void on_layout(const dist::Layout& layout, F&& f) {
+  dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
+    dist::Mesh of_several(layout, transport);
+    dist::Mesh* mesh = layout.processes() > 1 ? &of_several : nullptr;
+    const train::RunConfig run = run_of(layout, kWaits);
+    const model::Model model(small_config(), {.mesh = mesh});
+    Arena arena(int64_t{1} << 30);
+    Context ctx{Device::cpu, arena};
+    train::Stepper stepper(ctx, model, run);
+    f(stepper, ctx, mesh);
+  });
+}
+
+TEST(Layout, CheckpointOfOneIsTheSameBitsOnAnother) {
+  const TemporaryDirectory dir;
+  std::map<std::string, Bytes> saved;
+  const dist::Layout writer{.data = 2, .expert = 4, .context = 2};
+  on_layout(writer, [&](train::Stepper& stepper, Context& ctx, dist::Mesh* mesh) {
+    stepper.initialise(1);
+    const std::vector<int64_t> offsets = offsets_of(mesh->data_index);
+    const model::Batch batch = stepper.place(ctx, ids_of(0, 0, 0).data(), ids_of(0, 0, 1).data(), offsets);
+    stepper.accumulate(ctx, batch, 2 * kMicroTokens);
+    stepper.finish(ctx, 0.01, 0);  // momenta and counts that are not zero
+    const train::GatheredState gathered(stepper.state(), &mesh->world);
+    const auto bytes = gathered_bytes(stepper, mesh);
+    if (mesh->world.rank() > 0) return;
+    ckpt::CheckpointState state;
+    state.tensors = gathered.tensors();
+    ckpt::save(dir.path("checkpoints"), state);
+    saved = bytes;
+  });
+  ASSERT_GT(saved.size(), 100u);
+  const ckpt::Reader reader(ckpt::newest_valid(dir.path("checkpoints"))->path);
+  for (const dist::Layout& layout : {dist::Layout{},
+                                     {.data = 2},
+                                     {.data = 2, .expert = 2},
+                                     {.context = 3},
+                                     {.data = 8, .expert = 8},
+                                     {.data = 2, .expert = 2, .context = 2},
+                                     writer}) {
+    SCOPED_TRACE(layout.to_string());
+    std::map<std::string, Bytes> restored;
+    on_layout(layout, [&](train::Stepper& stepper, Context&, dist::Mesh* mesh) {
+      stepper.initialise(2);
+      const train::StagedState staged(stepper.state());
+      ckpt::load_all(reader, staged.tensors(), mesh != nullptr);
+      staged.put_back();
+      const auto bytes = gathered_bytes(stepper, mesh);
+      if (mesh == nullptr || mesh->world.rank() == 0) restored = bytes;
+    });
+    EXPECT_TRUE(restored == saved);
   }
 }
 

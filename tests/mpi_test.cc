@@ -19,20 +19,12 @@ namespace fs = std::filesystem;
 class Mpi : public testing::Test {
  protected:
   void SetUp() override {
-    if (run_program({"mpirun", "--version"}).exit_code != 0) GTEST_SKIP() << "mpirun is missing: scripts/setup";
-    if (!fs::exists(fs::path(MPI_PROBE).replace_filename("libtessera_mpi.so"))) {
-      GTEST_SKIP() << "this build has no MPI plugin: scripts/setup, then configure again";
-    }
+    if (const std::string why = why_no_mpi(); !why.empty()) GTEST_SKIP() << why;
   }
 };
 
-// More processes than cores, and as root in a container. The MPI library itself leaks, which is not ours to judge.
 Outcome mpirun(int processes, const std::vector<std::string>& command) {
-  std::vector<std::string> all = {
-      "mpirun", "--allow-run-as-root",    "--oversubscribe", "-x", "ASAN_OPTIONS=detect_leaks=0",
-      "-n",     fmt::to_string(processes)};
-  all.insert(all.end(), command.begin(), command.end());
-  return run_program(all);
+  return run_program(mpirun_command(processes, command));
 }
 Outcome probe(int processes, const std::string& mode) { return mpirun(processes, {MPI_PROBE, mode}); }
 
@@ -206,6 +198,23 @@ TEST_F(Mpi, ProcessesThatShareHeadsTrainAsOneDoesAndOneGoesOn) {
   ASSERT_EQ(losses.size(), 8u);
   for (size_t s = 0; s < wanted.size(); ++s) EXPECT_NEAR(losses[s], wanted[s], 1e-3 * wanted[s]) << "step " << s;
   EXPECT_EQ(mpirun(2, train("three", 6, "1")).exit_code, 2);
+}
+
+TEST_F(Mpi, TrainSaysWhatAStepMoved) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 8);
+  const std::vector<std::string> command = {TESSERA_BINARY,      "train", dir.path("run.toml"), "--parallel.data", "2",
+                                            "--parallel.expert", "2"};
+  const Outcome o = mpirun(2, command);
+  ASSERT_EQ(o.exit_code, 0) << o.err;
+  EXPECT_NE(o.out.find("bytes of a step"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("a token's row went to"), std::string::npos) << o.out;
+  const Lines rows = lines_of(read_file(dir.path("run/metrics.jsonl")));
+  const auto last = nlohmann::json::parse(rows.back());
+  EXPECT_EQ(last.at("step"), 8);
+  ASSERT_EQ(last.at("traffic").size(), 3u);
+  EXPECT_EQ(last.at("traffic").at(1).at("axis"), "replica");
+  EXPECT_GT(last.at("traffic").at(1).at("inside_bytes_per_step"), 0);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ TemporaryDirectory::~TemporaryDirectory() {
   fs::remove_all(path_, ignored);
 }
 
-static pid_t start(const std::vector<std::string>& command, const std::string& out, const std::string& err) {
+pid_t start_program(const std::vector<std::string>& command, const std::string& out, const std::string& err) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
@@ -52,7 +52,7 @@ static std::vector<std::string> tessera_command(std::vector<std::string> argumen
 
 Outcome run_program(const std::vector<std::string>& command) {
   const TemporaryDirectory dir;
-  const pid_t child = start(command, dir.path("out"), dir.path("err"));
+  const pid_t child = start_program(command, dir.path("out"), dir.path("err"));
   int status = 0;
   waitpid(child, &status, 0);
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_file(dir.path("out")), read_file(dir.path("err"))};
@@ -61,7 +61,25 @@ Outcome run_program(const std::vector<std::string>& command) {
 Outcome tessera(const std::vector<std::string>& arguments) { return run_program(tessera_command(arguments)); }
 
 pid_t start_tessera(const std::vector<std::string>& arguments) {
-  return start(tessera_command(arguments), "/dev/null", "/dev/null");
+  return start_program(tessera_command(arguments), "/dev/null", "/dev/null");
+}
+
+// The MPI library itself leaks, which is not ours to judge.
+std::vector<std::string> mpirun_command(int processes, const std::vector<std::string>& command) {
+  std::vector<std::string> all = {
+      "mpirun", "--allow-run-as-root",    "--oversubscribe", "-x", "ASAN_OPTIONS=detect_leaks=0",
+      "-n",     fmt::to_string(processes)};
+  all.insert(all.end(), command.begin(), command.end());
+  return all;
+}
+
+std::string why_no_mpi() {
+  if (run_program({"mpirun", "--version"}).exit_code != 0) return "mpirun is missing: scripts/setup";
+  if (!fs::exists(fs::path(TESSERA_BINARY).replace_filename("libtessera_mpi.so"))) {
+    return "this build has no MPI plugin: scripts/setup, then configure again";
+  }
+  const Outcome o = run_program(mpirun_command(2, {"true"}));
+  return o.exit_code == 0 ? "" : "mpirun cannot start processes here: " + o.err;
 }
 
 void write_file(const std::string& path, const std::string& text) {

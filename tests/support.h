@@ -28,6 +28,12 @@ struct Outcome {
 Outcome run_program(const std::vector<std::string>& command);    // found on PATH; waits
 Outcome tessera(const std::vector<std::string>& arguments);      // waits
 pid_t start_tessera(const std::vector<std::string>& arguments);  // in the background, output dropped
+// In the background, output to these files.
+pid_t start_program(const std::vector<std::string>& command, const std::string& out, const std::string& err);
+
+// Several processes over MPI: more than cores, and as root in a container.
+std::vector<std::string> mpirun_command(int processes, const std::vector<std::string>& command);
+std::string why_no_mpi();  // empty: mpirun works here and this build has the plugin
 
 void write_file(const std::string& path, const std::string& text);
 std::string read_file(const std::string& path);

@@ -10,6 +10,7 @@
 #include "cli/output.h"
 #include "cli/overrides.h"
 #include "cli/ranges.h"
+#include "core/parallel.h"
 #include "model/accounting.h"
 #include "train/plan_run.h"
 
@@ -80,10 +81,15 @@ struct Usable {
   std::string source;
 };
 
-Usable usable_of(const MemoryArgs& args, Device device) {
+Usable usable_of(const MemoryArgs& args, const train::RunConfig& config) {
   constexpr double kGib = double(int64_t{1} << 30);
+  const Device device = config.device;
   if (args.memory_gib > 0) return {static_cast<int64_t>(args.memory_gib * kGib), "--memory"};
-  if (device == Device::cpu) return {train::usable_bytes(device), "this machine, now"};
+  if (device == Device::cpu) {
+    const int64_t sharing = train::processes_of_machine(config);
+    return {train::usable_bytes(device) / sharing,
+            sharing == 1 ? "this machine, now" : fmt::format("this machine, now, of one of {} processes", sharing)};
+  }
   const std::vector<GpuInfo> gpus = list_gpus();
   if (!gpus.empty()) return {train::usable_bytes(device), "free on the " + gpus.front().name + " here"};
   return {static_cast<int64_t>(kH200UsableGib * kGib), "of one H200 (141 GB); there is no GPU here"};
@@ -126,6 +132,8 @@ void print_memory(const train::RunConfig& config, const train::RunPlan& plan, co
                        {"context_tokens", config.data.context},
                        {"micro_tokens", config.train.micro_tokens},
                        {"documents_assumed", plan.assumed},
+                       {"processes", config.parallel.processes()},
+                       {"rank", plan.rank},
                        {"uses", uses},
                        {"changes", fitting}});
   }
@@ -134,8 +142,13 @@ void print_memory(const train::RunConfig& config, const train::RunPlan& plan, co
     table.add({use.what, kind_name(use.kind), human_bytes(use.at_peak_bytes), human_bytes(use.most_bytes)});
   }
   table.add({"peak", "", human_bytes(m.planned_peak), ""});
-  std::string text = fmt::format("{}, {}: micro-batches of {} tokens, {}\n\n{}\n", config.model_file,
-                                 config.device == Device::cuda ? "cuda" : "cpu", config.train.micro_tokens,
+  const int64_t processes = config.parallel.processes();
+  std::string text = fmt::format("{}, {}{}: micro-batches of {} tokens, {}\n\n{}\n", config.model_file,
+                                 config.device == Device::cuda ? "cuda" : "cpu",
+                                 processes == 1 ? ""
+                                                : fmt::format(", rank {} of {} ({}), which needs most", plan.rank,
+                                                              processes, config.parallel.to_string()),
+                                 config.train.micro_tokens,
                                  plan.assumed ? fmt::format("assumed to be documents of {} tokens, as {} is not there",
                                                             config.data.context, config.data.store)
                                               : "documents as " + config.data.store + " has them",
@@ -159,8 +172,10 @@ void plan_memory(const MemoryArgs& args) {
     args.overrides.apply(o);
     if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
   });
+  if (config.device == Device::cpu)
+    set_thread_count(std::max<int>(1, thread_count() / int(processes_of_machine(config))));
   const train::RunPlan plan = train::plan_run(config);
-  const Usable usable = usable_of(args, config.device);
+  const Usable usable = usable_of(args, config);
   std::vector<train::Change> changes;
   if (!plan.memory.fits(usable.bytes)) changes = train::cheapest_changes(config, usable.bytes);
   print_memory(config, plan, usable, changes, args.json);
@@ -201,6 +216,7 @@ void add_plan(CLI::App& app) {
   command->add_flag("--json", args->json, "Print figures as JSON");
   command->callback([args] { plan_model(*args); });
   add_memory(*group);
+  add_plan_layout(*group);
 }
 
 }  // namespace tessera::cli

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -61,6 +62,25 @@ void report(const Progress& p) {
   }
 }
 
+// What all processes together sent in a step, beside what the formulas give for the layout.
+std::string traffic_text(const std::vector<train::AxisTraffic>& traffic) {
+  const auto bytes = [](double n) { return human_bytes(std::llround(n)); };
+  Table table({"bytes of a step", "inside a node", "across nodes", "by formula", "counted over formula"});
+  std::string rows;
+  for (const train::AxisTraffic& a : traffic) {
+    const bool known = a.formula() > 0;
+    table.add({a.axis, bytes(a.inside), bytes(a.across), known ? bytes(a.formula()) : "none",
+               known ? fmt::format("{:+.2f} %", 100 * (a.bytes() / a.formula() - 1)) : ""});
+    if (a.balanced_per_token == 0) continue;
+    rows += fmt::format(
+        "a token's row went to {:.3f} other processes a layer, with evenly random routing to {:.3f}; by formula with "
+        "the "
+        "rows sent {}, {:+.2f} %\n",
+        a.rows_per_token, a.balanced_per_token, bytes(a.formula_at_rows), 100 * (a.bytes() / a.formula_at_rows - 1));
+  }
+  return table.text() + rows;
+}
+
 std::string summary(const train::RunConfig& config, const RunResult& r) {
   std::string text = r.resumed_from >= 0 ? fmt::format("resumed from step {}\n", r.resumed_from) : "";
   text += fmt::format("{} at step {} of {}: {} tokens, {} here\n", r.stopped_early ? "stopped" : "finished", r.step,
@@ -76,6 +96,7 @@ std::string summary(const train::RunConfig& config, const RunResult& r) {
   }
   text +=
       fmt::format("memory: {} planned, {} used at peak\n", human_bytes(r.plan.planned_peak), human_bytes(r.peak_bytes));
+  if (!r.traffic.empty()) text += traffic_text(r.traffic);
   text += fmt::format("run:        {}\nmetrics:    {}/metrics.jsonl\ncheckpoint: {}\n", config.dir, config.dir,
                       r.checkpoint);
   return text;
@@ -99,6 +120,7 @@ void print_result(const Args& args, const train::RunConfig& config, const RunRes
               {"static_bytes", r.plan.static_bytes},
               {"planned_peak_bytes", r.plan.planned_peak},
               {"peak_bytes", r.peak_bytes},
+              {"traffic", nlohmann::ordered_json::parse(train::to_json(r.traffic))},
               {"run", config.dir},
               {"checkpoint", r.checkpoint}});
 }

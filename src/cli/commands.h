@@ -16,6 +16,7 @@ void add_eval(CLI::App& app);
 void add_data(CLI::App& app);
 void add_ckpt(CLI::App& app);
 void add_plan(CLI::App& app);
+void add_plan_layout(CLI::App& group);  // of `plan`
 void add_bench(CLI::App& app);
 void add_selfcheck(CLI::App& app);
 void add_doctor(CLI::App& app);

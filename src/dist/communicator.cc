@@ -12,6 +12,7 @@ Traffic& Traffic::operator+=(const Traffic& other) {
   inside += other.inside;
   across += other.across;
   calls += other.calls;
+  rows += other.rows;
   return *this;
 }
 

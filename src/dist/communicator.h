@@ -19,6 +19,7 @@ struct Traffic {
   int64_t inside = 0;  // to processes on the same node
   int64_t across = 0;  // to other nodes
   int64_t calls = 0;
+  int64_t rows = 0;  // of tokens, to the processes of their experts (expert_exchange.h)
 
   Traffic& operator+=(const Traffic& other);
   int64_t bytes() const { return inside + across; }
@@ -61,6 +62,7 @@ class Communicator {
   double sum(double value);
 
   const Traffic& traffic() const { return traffic_; }
+  void count_rows(int64_t rows) { traffic_.rows += rows; }
 
  private:
   void exchange(const char* what, std::span<const View> send, std::span<const View> receive);

@@ -102,6 +102,7 @@ Routes plan_routes(Context& ctx, Communicator& expert, const ExpertRanges& range
     }
   }
   std::vector<int64_t> counts = sent_counts(routes);
+  for (size_t r = 0; r < counts.size(); ++r) expert.count_rows(int(r) != expert.rank() ? counts[r] : 0);
   routes.received.resize(counts.size());
   std::vector<View> out, in;
   for (size_t r = 0; r < counts.size(); ++r) {

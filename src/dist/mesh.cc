@@ -106,8 +106,21 @@ DryMesh::DryMesh(const Mesh* like) {
   const Communicator& world = like->world;
   std::vector<int> nodes;
   for (int r = 0; r < world.size(); ++r) nodes.push_back(world.node_of(r));
-  transport_ = std::make_unique<DryTransport>(world.rank(), std::move(nodes));
-  mesh_ = std::make_unique<Mesh>(like->layout, *transport_);
+  make(like->layout, world.rank(), std::move(nodes));
+}
+
+DryMesh::DryMesh(const Layout& layout, int rank, int64_t ranks_per_node) {
+  if (layout.processes() == 1) return;
+  std::vector<int> nodes;
+  for (int64_t r = 0; r < layout.processes(); ++r) {
+    nodes.push_back(static_cast<int>(ranks_per_node > 0 ? r / ranks_per_node : 0));
+  }
+  make(layout, rank, std::move(nodes));
+}
+
+void DryMesh::make(const Layout& layout, int rank, std::vector<int> node_of_rank) {
+  transport_ = std::make_unique<DryTransport>(rank, std::move(node_of_rank));
+  mesh_ = std::make_unique<Mesh>(layout, *transport_);
 }
 
 std::vector<const Communicator*> Mesh::axes() const {

@@ -51,13 +51,17 @@ class Mesh {
   std::vector<const Communicator*> axes() const;
 };
 
-// The same place in the same layout, for a plan: nothing is sent, and the traffic is counted.
+// A place in a layout, for a plan: nothing is sent, and the traffic is counted.
 class DryMesh {
  public:
-  explicit DryMesh(const Mesh* like);  // null: none
+  explicit DryMesh(const Mesh* like);  // the same place; null: none
+  // Of processes that need not be there, so many neighbours on a node; 0: all on one. None in a layout of one.
+  DryMesh(const Layout& layout, int rank, int64_t ranks_per_node);
   Mesh* get() const { return mesh_.get(); }
 
  private:
+  void make(const Layout& layout, int rank, std::vector<int> node_of_rank);
+
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Mesh> mesh_;
 };

@@ -11,11 +11,25 @@
 
 namespace tessera::train {
 
-void LargestBatches::add(std::span<const int64_t> offsets) {
+void LargestBatches::add(std::span<const int64_t> offsets, dist::Mesh* mesh) {
   Counts counts{};
-  for (size_t n = 0; n + 1 < offsets.size(); ++n) {
-    const int64_t length = offsets[n + 1] - offsets[n];
-    for (size_t i = 0; i < counts.size(); ++i) counts[i] += (length + kPieceTokens[i] - 1) / kPieceTokens[i];
+  const auto count = [&](std::span<const int64_t> documents, size_t first) {
+    for (size_t n = 0; n + 1 < documents.size(); ++n) {
+      const int64_t length = documents[n + 1] - documents[n];
+      for (size_t i = 0; i < kPieceTokens.size(); ++i) {
+        counts[first + i] += (length + kPieceTokens[i] - 1) / kPieceTokens[i];
+      }
+    }
+  };
+  if (mesh == nullptr || mesh->context.alone()) {
+    count(offsets, 0);
+  } else {
+    const model::ContextShard shard(mesh->context, offsets);
+    count(shard.offsets(), 0);
+    count(shard.key_offsets(), kPieceTokens.size());
+    counts[counts.size() - 3] = shard.any_crosses();
+    counts[counts.size() - 2] = shard.enters(shard.rank());
+    counts[counts.size() - 1] = shard.leaves(shard.rank());
   }
   const auto covers = [](const Counts& large, const Counts& small) {
     return std::ranges::equal(large, small, std::greater_equal<>());

@@ -33,16 +33,17 @@ struct MemoryPlan {
 
 // Of many batches the few that can set the peak. Ops take memory by tokens, by documents, and by pieces of documents of
 // at most 16 to 256 tokens (chunks, blocks of queries). A batch that has no more of any of these than another one needs
-// no more memory and is dropped, so that a run of any length leaves a few dozen to run dry.
+// no more memory and is dropped, so that a run of any length leaves a few dozen to run dry. Where tokens are cut among
+// processes, what this one has of the batch is counted, with the keys that it reads and whether documents cross.
 class LargestBatches {
  public:
-  void add(std::span<const int64_t> offsets);
+  void add(std::span<const int64_t> offsets, dist::Mesh* mesh = nullptr);
   int64_t count() const { return static_cast<int64_t>(kept_.size()); }
   const std::vector<int64_t>& offsets(int64_t i) const { return kept_[static_cast<size_t>(i)].offsets; }
 
  private:
   static constexpr std::array<int64_t, 7> kPieceTokens{1, 16, 32, 64, 128, 256, int64_t{1} << 62};
-  using Counts = std::array<int64_t, kPieceTokens.size()>;
+  using Counts = std::array<int64_t, 2 * kPieceTokens.size() + 3>;
   struct Kept {
     Counts counts;
     std::vector<int64_t> offsets;

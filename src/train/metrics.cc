@@ -78,9 +78,28 @@ ordered_json eval_json(const EvalReport& r) {
   return j;
 }
 
+ordered_json traffic_json(const std::vector<AxisTraffic>& traffic) {
+  ordered_json axes = ordered_json::array();
+  for (const AxisTraffic& a : traffic) {
+    ordered_json j{{"axis", a.axis},
+                   {"inside_bytes_per_step", a.inside},
+                   {"across_bytes_per_step", a.across},
+                   {"formula_inside_bytes_per_step", a.formula_inside},
+                   {"formula_across_bytes_per_step", a.formula_across}};
+    if (a.balanced_per_token > 0) {
+      j["formula_bytes_per_step_at_rows_sent"] = a.formula_at_rows;
+      j["rows_per_token"] = a.rows_per_token;
+      j["balanced_rows_per_token"] = a.balanced_per_token;
+    }
+    axes.push_back(j);
+  }
+  return axes;
+}
+
 }  // namespace
 
 std::string to_json(const EvalReport& report) { return eval_json(report).dump(); }
+std::string to_json(const std::vector<AxisTraffic>& traffic) { return traffic_json(traffic).dump(); }
 
 MetricsLog::MetricsLog(const std::string& path, int64_t step) : path_(path) {
   const int64_t keep = bytes_to_keep(path, step);
@@ -121,6 +140,10 @@ void MetricsLog::write(const StepRow& row) {
 
 void MetricsLog::write(int64_t step, const EvalReport& report) {
   write_line(ordered_json{{"step", step}, {"eval", eval_json(report)}}.dump());
+}
+
+void MetricsLog::write(int64_t step, const std::vector<AxisTraffic>& traffic) {
+  write_line(ordered_json{{"step", step}, {"traffic", traffic_json(traffic)}}.dump());
 }
 
 void MetricsLog::write(const GuardEvent& event) {

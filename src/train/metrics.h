@@ -1,5 +1,6 @@
 // metrics.jsonl: one JSON object a line, for a step or an evaluation. Everything in a row but "time" is a function of
-// the run alone, so an interrupted and resumed run writes the same rows as one that was not.
+// the run alone, so an interrupted and resumed run writes the same rows as one that was not. Several processes end with
+// a row of what they sent.
 #pragma once
 
 #include <cstdio>
@@ -8,6 +9,7 @@
 #include "train/evaluate.h"
 #include "train/guard.h"
 #include "train/step.h"
+#include "train/traffic.h"
 
 namespace tessera::train {
 
@@ -32,6 +34,7 @@ class MetricsLog {
   void write(const StepRow& row);
   void write(int64_t step, const EvalReport& report);
   void write(const GuardEvent& event);
+  void write(int64_t step, const std::vector<AxisTraffic>& traffic);
 
  private:
   void write_line(const std::string& line);
@@ -41,5 +44,6 @@ class MetricsLog {
 
 // The report as JSON, with the keys that `tessera eval --json` prints.
 std::string to_json(const EvalReport&);
+std::string to_json(const std::vector<AxisTraffic>&);
 
 }  // namespace tessera::train

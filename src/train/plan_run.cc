@@ -11,6 +11,7 @@ namespace tessera::train {
 namespace {
 
 constexpr int64_t kBlockTokens = 16384;  // enough rows for the experts' products to run at their full rate
+constexpr int64_t kAllPlanned = 8;       // processes whose plans take seconds with a large store
 constexpr size_t kChanges = 3;           // that are worth reading
 
 std::vector<int64_t> equal_documents(int64_t tokens, int64_t length) {
@@ -19,14 +20,37 @@ std::vector<int64_t> equal_documents(int64_t tokens, int64_t length) {
   return offsets;
 }
 
-MemoryPlan assumed_plan(const RunConfig& config) {
+MemoryPlan plan_of_sequences(const RunConfig& config, dist::Mesh* mesh) {
   if (config.threads > 0) set_thread_count(static_cast<int>(config.threads));
   const model::ModelConfig shape = model::load_model_config(config.model_file);
-  const model::Model model(shape, config.model_options(shape));
+  model::ModelOptions options = config.model_options(shape);
+  options.mesh = mesh;
+  const model::Model model(shape, options);
   LargestBatches training, evaluation;
   training.add(equal_documents(config.train.micro_tokens, config.data.context));
   evaluation.add(equal_documents(std::min(config.train.micro_tokens, config.eval.tokens), config.data.context));
   return plan_memory(model, config, Guard(model, config.guard_options()).routers(), training, evaluation);
+}
+
+// Of the processes `stride` apart, from the first to the last.
+template <class F>
+RunPlan largest_plan(const RunConfig& config, int64_t stride, F&& plan_of) {
+  RunPlan largest;
+  for (int64_t rank = 0; rank < config.parallel.processes(); rank += std::max<int64_t>(stride, 1)) {
+    const dist::DryMesh mesh(config.parallel, static_cast<int>(rank), config.job.ranks_per_node);
+    const MemoryPlan memory = plan_of(mesh.get());
+    if (memory.planned_peak > largest.memory.planned_peak) largest = {memory, false, rank};
+  }
+  return largest;
+}
+
+bool is_legal(const RunConfig& config) {
+  try {
+    config.check("");
+    return true;
+  } catch (const UserError&) {
+    return false;
+  }
 }
 
 std::vector<int64_t> smaller_micro_batches(const RunConfig& config) {
@@ -45,8 +69,22 @@ bool has_store(const RunConfig& config) {
 }
 
 RunPlan plan_run(const RunConfig& config) {
-  if (has_store(config)) return {Trainer(config).plan(), false};
-  return {assumed_plan(config), true};
+  if (!has_store(config)) return assumed_plan(config);
+  const int64_t last = config.parallel.processes() - 1;
+  return largest_plan(config, last < kAllPlanned ? 1 : last,
+                      [&](dist::Mesh* mesh) { return Trainer(config, mesh).plan(); });
+}
+
+RunPlan assumed_plan(const RunConfig& config) {
+  RunPlan plan = largest_plan(config, config.parallel.processes() - 1,
+                              [&](dist::Mesh* mesh) { return plan_of_sequences(config, mesh); });
+  plan.assumed = true;
+  return plan;
+}
+
+int64_t processes_of_machine(const RunConfig& config) {
+  const int64_t all = config.parallel.processes(), set = config.job.ranks_per_node;
+  return set > 0 ? std::min(set, all) : all;
 }
 
 std::vector<Change> cheapest_changes(const RunConfig& config, int64_t usable) {
@@ -54,6 +92,7 @@ std::vector<Change> cheapest_changes(const RunConfig& config, int64_t usable) {
   const auto attempt = [&](const std::string& settings, const std::function<void(RunConfig&)>& change) {
     RunConfig changed = config;
     change(changed);
+    if (!is_legal(changed)) return false;
     const MemoryPlan memory = plan_run(changed).memory;
     const bool fits = memory.fits(usable);
     if (fits) found.push_back({settings, memory});
@@ -64,7 +103,9 @@ std::vector<Change> cheapest_changes(const RunConfig& config, int64_t usable) {
     if (attempt(fmt::format("train.micro_tokens = {}", size), [&](RunConfig& c) { c.train.micro_tokens = size; }))
       break;
   }
-  const bool all = config.train.recompute_all, blocks = config.train.ffn_block_tokens > 0;
+  const bool all = config.train.recompute_all;
+  // Neither is needed nor asked for where it would be refused: rows of other processes come for all tokens at once.
+  const bool blocks = config.train.ffn_block_tokens > 0 || config.parallel.expert > 1;
   const std::string block_key = fmt::format("train.ffn_block_tokens = {}", kBlockTokens);
   const std::string all_key = "train.recompute_all = true";
   if (!all && !config.train.recompute_selective) {
@@ -72,9 +113,9 @@ std::vector<Change> cheapest_changes(const RunConfig& config, int64_t usable) {
   }
   if (!blocks) attempt(block_key, [](RunConfig& c) { c.train.ffn_block_tokens = kBlockTokens; });
   if (!all) attempt(all_key, [](RunConfig& c) { c.train.recompute_all = true; });
-  const auto least = [](RunConfig& c) {
+  const auto least = [blocks](RunConfig& c) {
     c.train.recompute_all = true;
-    if (c.train.ffn_block_tokens == 0) c.train.ffn_block_tokens = kBlockTokens;
+    if (!blocks) c.train.ffn_block_tokens = kBlockTokens;
   };
   const std::string least_keys = all_key + (blocks ? "" : ", " + block_key);
   if (!all && !blocks) attempt(least_keys, least);
@@ -95,8 +136,8 @@ std::vector<Change> cheapest_changes(const RunConfig& config, int64_t usable) {
   return found;
 }
 
-void require_memory(const MemoryPlan& plan, const RunConfig& config) {
-  const int64_t usable = usable_bytes(config.device);
+void require_memory(const MemoryPlan& plan, const RunConfig& config, int64_t sharing) {
+  const int64_t usable = usable_bytes(config.device) / (config.device == Device::cpu ? sharing : 1);
   if (plan.fits(usable)) return;
   const auto gib = [](int64_t bytes) { return double(bytes) / double(int64_t{1} << 30); };
   std::string advice;
@@ -105,10 +146,10 @@ void require_memory(const MemoryPlan& plan, const RunConfig& config) {
                           gib(change.memory.planned_peak));
   }
   fail_user(
-      "the run needs {:.1f} GiB ({:.1f} of them parameters, gradients and optimizer state) and {:.1f} GiB are "
+      "{} needs {:.1f} GiB ({:.1f} of them parameters, gradients and optimizer state) and {:.1f} GiB are "
       "available, of which a run may plan 95 %, 70 % without gradients and activations; {}",
-      gib(plan.planned_peak), gib(plan.static_bytes), gib(usable),
-      advice.empty() ? "no setting is enough, choose a smaller model" : advice);
+      config.parallel.processes() > 1 ? "a process of the run" : "the run", gib(plan.planned_peak),
+      gib(plan.static_bytes), gib(usable), advice.empty() ? "no setting is enough, choose a smaller model" : advice);
 }
 
 }  // namespace tessera::train

@@ -11,13 +11,22 @@ namespace tessera::train {
 
 bool has_store(const RunConfig&);
 
-// From the batches that lie before the run. Without its token store from batches as `assumed` in the result: every
-// document is a sequence of data.context tokens.
+// Of the process of [parallel] that needs most. Among equal sequences that is the first, which takes the largest
+// matrices to train, or the last, which has the larger range of experts and the keys of all others. With the documents
+// of a store every process of up to 8 is planned; of more, those two, and one between them may need a percent or two
+// more.
 struct RunPlan {
   MemoryPlan memory;
   bool assumed = false;
+  int64_t rank = 0;
 };
+// From the batches that lie before the run. Without its token store from `assumed` ones: every document is a sequence
+// of data.context tokens.
 RunPlan plan_run(const RunConfig&);
+RunPlan assumed_plan(const RunConfig&);
+
+// How many of the run's processes are on one machine, and share its memory and its threads where they compute on CPUs.
+int64_t processes_of_machine(const RunConfig&);
 
 // Settings that make a run fit, by really planning it with them. Those that cost least time come first.
 struct Change {
@@ -26,6 +35,7 @@ struct Change {
 };
 std::vector<Change> cheapest_changes(const RunConfig&, int64_t usable_bytes);
 
-void require_memory(const MemoryPlan&, const RunConfig&);  // UserError: this machine has less
+// UserError: this machine has less. `sharing`: processes of the run that take as much of it.
+void require_memory(const MemoryPlan&, const RunConfig&, int64_t sharing);
 
 }  // namespace tessera::train

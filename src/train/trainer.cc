@@ -79,6 +79,7 @@ Trainer::Trainer(RunConfig config, dist::Mesh* mesh)
               config_.data.store);
   }
   corpus_ = std::make_unique<Corpus>(config_);
+  if (mesh != nullptr) traffic_.emplace(model_);
   if (ops::router::counts_quantiles(config_.balance.method) && model_.config().moe.groups > 1) {
     fail_user(
         "{}: moe.groups is {}, and quantile balancing is not defined with expert groups; set balance.method = "
@@ -126,9 +127,10 @@ MemoryPlan Trainer::plan_from(const Position& at) {
   const int64_t steps = std::min(config_.train.steps - at.step, kAhead / per_step + 1);
   LargestBatches training, evaluation;
   for (int64_t q = 0; q < steps * per_step; q += per_batch) {
-    training.add(corpus_->offsets(at.next_sequence + q, per_batch));
+    training.add(corpus_->offsets(at.next_sequence + q, per_batch), model_.mesh());
   }
-  for (int64_t b = 0; b < corpus_->validation.count(); ++b) evaluation.add(corpus_->validation.batch(b).offsets);
+  for (int64_t b = 0; b < corpus_->validation.count(); ++b)
+    evaluation.add(corpus_->validation.batch(b).offsets, model_.mesh());
   return plan_memory(model_, config_, guard_.routers(), training, evaluation);
 }
 
@@ -266,6 +268,15 @@ static void sum_over_replicas(dist::Mesh* mesh, std::span<int64_t> counts) {
   if (mesh != nullptr) mesh->replica.all_reduce(View(counts.data(), DType::i64, {std::ssize(counts)}));
 }
 
+// Processes on this one's machine, itself among them.
+static int64_t neighbours(const dist::Mesh* mesh) {
+  if (mesh == nullptr) return 1;
+  int64_t here = 0;
+  for (int r = 0; r < mesh->world.size(); ++r)
+    here += mesh->world.node_of(r) == mesh->world.node_of(mesh->world.rank());
+  return here;
+}
+
 bool Trainer::asked_to_stop() const {
   const bool here = StopSignals::asked();
   return model_.mesh() == nullptr ? here : model_.mesh()->world.sum(int64_t{here}) > 0;
@@ -277,11 +288,14 @@ StepRow Trainer::take_step() {
   dist::Mesh* mesh = model_.mesh();
   const int64_t sequences = config_.sequences_per_micro_batch(), data = config_.parallel.data;
   const int64_t share = config_.micro_batches_per_step() / data, first = mesh != nullptr ? mesh->data_index * share : 0;
+  if (traffic_) traffic_->begin();
   std::vector<data::Batch> batches;
+  std::vector<std::vector<int64_t>> documents;
   std::array<int64_t, 3> counts{};
   auto& [loss_tokens, tokens, bytes] = counts;
   for (int64_t m = first; m < first + share; ++m) {
     batches.push_back(corpus_->loader.batch(state_.next_sequence + m * sequences, sequences));
+    documents.push_back(batches.back().offsets);
     loss_tokens += batches.back().loss_tokens;
     tokens += static_cast<int64_t>(batches.back().ids.size());
     bytes += batches.back().text_bytes;
@@ -297,6 +311,7 @@ StepRow Trainer::take_step() {
   StepRow row;
   row.learning_rate = config_.schedule().at(state_.step);
   row.report = s.stepper.finish(s.ctx, row.learning_rate, state_.step, &guard_);
+  if (traffic_) traffic_->end(step_flows(model_, config_, s.stepper.routers(), documents), tokens);
   state_.step += 1;
   state_.tokens += tokens;
   state_.next_sequence += config_.sequences_per_step();
@@ -318,8 +333,8 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
   const Position expected = expected_position();
   result.plan = plan_from(expected);
-  require_memory(result.plan, config_);              // before anything is written
-  corpus_->loader.batch(expected.next_sequence, 1);  // an edited store shows before anything is written
+  require_memory(result.plan, config_, neighbours(model_.mesh()));  // before anything is written
+  corpus_->loader.batch(expected.next_sequence, 1);                 // an edited store shows before anything is written
   std::optional<ckpt::WriterLock> lock;
   if (leads()) lock.emplace((fs::path(config_.dir) / "checkpoints").string());
   storage_ = std::make_unique<Storage>(Arena(result.plan.capacity, memory_of(config_.device)), config_.device, model_,
@@ -403,6 +418,8 @@ RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   result.tokens = state_.tokens;
   result.seconds = seconds_since(begin);
   result.peak_bytes = storage_->arena.peak();
+  if (traffic_) result.traffic = traffic_->report();
+  if (metrics && !result.traffic.empty()) metrics->write(state_.step, result.traffic);
   return result;
 }
 

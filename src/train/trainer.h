@@ -17,6 +17,7 @@
 #include "train/metrics.h"
 #include "train/saved_model.h"
 #include "train/step.h"
+#include "train/traffic.h"
 
 namespace tessera::train {
 
@@ -36,8 +37,9 @@ struct RunResult {
   EvalReport first_eval, last_eval;  // of this start
   StepReport last_step;
   MemoryPlan plan;
-  int64_t peak_bytes = 0;  // of the arena, measured
-  std::string checkpoint;  // newest
+  int64_t peak_bytes = 0;            // of the arena, measured
+  std::vector<AxisTraffic> traffic;  // of the steps here, among several processes
+  std::string checkpoint;            // newest
 };
 
 class Trainer {
@@ -72,6 +74,7 @@ class Trainer {
   std::unique_ptr<Corpus> corpus_;
   std::unique_ptr<Storage> storage_;
   Guard guard_;
+  std::optional<TrafficMeter> traffic_;  // among several processes
   SavedState state_;
   int64_t resumed_from_ = -1;
 };
