@@ -1,9 +1,11 @@
 // The same step on any layout of processes: losses, gradients, balance and weights of one process.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 
 #include "core/philox.h"
 #include "dist/in_process.h"
@@ -15,11 +17,24 @@ namespace {
 
 using Values = std::vector<double>;
 
-constexpr int64_t kMicroBatches = 8, kMicroTokens = 96, kSteps = 3;
+constexpr int64_t kMicroTokens = 96, kSteps = 3;
 
-model::ModelConfig small_config() {
+enum class Residual { blocks, every_sublayer, plain };
+
+// With so few tokens an expert gets 192 a step: above that the bias waits, and the histogram is kept.
+constexpr double kMovesAtOnce = 8, kWaits = 250;
+
+struct Problem {
+  double min_tokens = kMovesAtOnce;
+  int64_t layers = 4, micro_batches = 8;
+  Residual residual = Residual::blocks;
+  int64_t attn_res_block = 2;
+  auto operator<=>(const Problem&) const = default;
+};
+
+model::ModelConfig config_of(const Problem& problem) {
   model::ModelConfig c;
-  c.layers = 4;
+  c.layers = problem.layers;
   c.width = 32;
   c.vocabulary = 64;
   c.init_std = 0.1;
@@ -33,20 +48,18 @@ model::ModelConfig small_config() {
   c.moe.hidden = 16;
   c.moe.latent = 16;
   c.moe.shared = 1;
-  c.residual.attn_res_block = 2;
+  c.residual.attn_res_block = problem.residual == Residual::blocks ? problem.attn_res_block : 0;
+  c.residual.attn_res_full = problem.residual == Residual::every_sublayer;
   return c;
 }
 
-// With so few tokens an expert gets 192 a step: above that the bias waits, and the histogram is kept.
-constexpr double kMovesAtOnce = 8, kWaits = 250;
-
-train::RunConfig run_of(const dist::Layout& layout, double min_tokens) {
+train::RunConfig run_of(const dist::Layout& layout, const Problem& problem) {
   train::RunConfig run;
   run.parallel = layout;
   run.train.micro_tokens = kMicroTokens;
   run.optim.qk_clip = 3;
   run.guard.window = 1;
-  run.balance.min_tokens = min_tokens;
+  run.balance.min_tokens = problem.min_tokens;
   return run;
 }
 
@@ -67,7 +80,30 @@ std::vector<int32_t> ids_of(int64_t step, int64_t micro_batch, uint64_t what) {
   return ids;
 }
 
-constexpr auto kNone = model::Recompute::none, kCheap = model::Recompute::cheap, kFull = model::Recompute::full;
+// Each kind of recompute somewhere.
+std::vector<model::Recompute> recompute_of(const Problem& problem) {
+  constexpr auto kNone = model::Recompute::none, kCheap = model::Recompute::cheap, kFull = model::Recompute::full;
+  std::vector<model::Recompute> of_layers;
+  for (int64_t l = 0; l < problem.layers; ++l)
+    of_layers.push_back(std::array{kCheap, kFull, kNone, kFull}[size_t(l) % 4]);
+  return of_layers;
+}
+
+// Of a step, from the host.
+struct Batches {
+  std::vector<std::vector<int64_t>> offsets;
+  std::vector<std::vector<int32_t>> ids, targets;
+  std::vector<train::MicroBatch> all;
+
+  Batches(int64_t step, int64_t first, int64_t count) {
+    for (int64_t m = first; m < first + count; ++m) {
+      offsets.push_back(offsets_of(m));
+      ids.push_back(ids_of(step, m, 0));
+      targets.push_back(ids_of(step, m, 1));
+    }
+    for (size_t i = 0; i < offsets.size(); ++i) all.push_back({ids[i].data(), targets[i].data(), offsets[i]});
+  }
+};
 
 struct Result {
   std::vector<double> losses, norms;        // of each step
@@ -88,7 +124,7 @@ Values values_of(const View& view) {
   return values;
 }
 
-// Everyone's gradients, summed; expert stacks whole.
+// Everyone's gradients, summed; expert stacks whole. In a pipeline those of the process's layers.
 std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::Mesh* mesh) {
   std::map<std::string, Values> gradients;
   const model::ParameterTable& table = stepper.model().table();
@@ -96,7 +132,8 @@ std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::
     const View& gradient = stepper.weights().d(id);
     if (!gradient.present()) continue;
     const model::Parameter& p = table[id];
-    const int64_t row = gradient.row_elements(), rows = p.stack > 0 ? small_config().moe.experts : gradient.rows();
+    const int64_t row = gradient.row_elements(),
+                  rows = p.stack > 0 ? stepper.model().config().moe.experts : gradient.rows();
     const Values here = values_of(gradient);
     Values whole(static_cast<size_t>(rows * row));
     std::ranges::copy(here, whole.begin() + p.first * row);
@@ -106,26 +143,22 @@ std::map<std::string, Values> gradients_of(const train::Stepper& stepper, dist::
   return gradients;
 }
 
-Result train(const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
-  const train::RunConfig run = run_of(layout, min_tokens);
-  const model::Model model(small_config(), {.recompute = {kCheap, kFull, kNone, kFull}, .mesh = mesh});
+Result train(const dist::Layout& layout, const Problem& problem, dist::Mesh* mesh) {
+  const train::RunConfig run = run_of(layout, problem);
+  const model::Model model(config_of(problem), {.recompute = recompute_of(problem), .mesh = mesh});
   Arena arena(int64_t{1} << 30);
   Context ctx{Device::cpu, arena};
   train::Stepper stepper(ctx, model, run);
   stepper.initialise(1);
   train::Guard guard(model, run.guard_options());
   Result result;
-  const int64_t share = kMicroBatches / layout.data, first = mesh != nullptr ? mesh->data_index * share : 0;
+  const int64_t share = problem.micro_batches / layout.data, first = mesh != nullptr ? mesh->data_index * share : 0;
   for (int64_t step = 0; step < kSteps; ++step) {
-    double loss = 0;
-    for (int64_t m = first; m < first + share; ++m) {
-      const std::vector<int64_t> offsets = offsets_of(m);
-      const model::Batch batch = stepper.place(ctx, ids_of(step, m, 0).data(), ids_of(step, m, 1).data(), offsets);
-      loss += stepper.accumulate(ctx, batch, kMicroBatches * kMicroTokens);
-    }
+    const Batches batches(step, first, share);
+    const double loss = stepper.accumulate(ctx, batches.all, problem.micro_batches * kMicroTokens);
     if (step == 0) result.gradients = gradients_of(stepper, mesh);
     const train::StepReport report = stepper.finish(ctx, 0.01, step, &guard);
-    result.losses.push_back(mesh != nullptr ? mesh->replica.sum(loss) : loss);
+    result.losses.push_back(mesh != nullptr ? mesh->pipeline.sum(mesh->replica.sum(loss)) : loss);
     result.norms.push_back(report.gradient_norm);
     if (step > 0) continue;
     const train::GatheredState gathered(stepper.state(), mesh != nullptr ? &mesh->world : nullptr);
@@ -135,19 +168,25 @@ Result train(const dist::Layout& layout, double min_tokens, dist::Mesh* mesh) {
   return result;
 }
 
-const Result& alone(double min_tokens) {
-  static std::map<double, Result> results;
-  if (!results.contains(min_tokens)) results[min_tokens] = train({}, min_tokens, nullptr);
-  return results.at(min_tokens);
+const Result& alone(const Problem& problem) {
+  static std::map<Problem, Result> results;
+  if (!results.contains(problem)) results[problem] = train({}, problem, nullptr);
+  return results.at(problem);
 }
 
-Result together(const dist::Layout& layout, double min_tokens) {
+// Of the first process, and of everyone's layers.
+Result together(const dist::Layout& layout, const Problem& problem) {
   Result first;
+  std::map<std::string, Values> gradients;
+  std::mutex mutex;
   dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
     dist::Mesh mesh(layout, transport);
-    Result result = train(layout, min_tokens, &mesh);
+    Result result = train(layout, problem, &mesh);
+    const std::lock_guard lock(mutex);
+    gradients.merge(result.gradients);
     if (transport.rank() == 0) first = std::move(result);
   });
+  first.gradients = std::move(gradients);
   return first;
 }
 
@@ -196,8 +235,10 @@ void expect_same(const Result& result, const Result& wanted, Forward forward) {
 
 void expect_same_as_alone(const dist::Layout& layout, Forward forward) {
   SCOPED_TRACE(layout.to_string());
-  for (const double min_tokens : {kMovesAtOnce, kWaits})
-    expect_same(together(layout, min_tokens), alone(min_tokens), forward);
+  for (const double min_tokens : {kMovesAtOnce, kWaits}) {
+    const Problem problem{.min_tokens = min_tokens};
+    expect_same(together(layout, problem), alone(problem), forward);
+  }
 }
 
 TEST(Layout, DataParallel) {
@@ -229,9 +270,79 @@ TEST(Layout, AxesTogether) {
   }
 }
 
+// Of every layer and expert, in the state of the guard.
+Values watched_loads(const std::string& guard) {
+  Values loads;
+  const auto state = nlohmann::json::parse(guard);
+  for (const auto& layer : state.at("layers")) {
+    for (const auto& expert : layer.at("window")) loads.push_back(expert.at(0));
+  }
+  return loads;
+}
+
+// A process of a pipeline takes sums in the order in which one process takes them: everything is the same bits but the
+// norm, a sum over processes.
+void expect_pipeline_as_alone(const dist::Layout& layout, const Problem& problem) {
+  SCOPED_TRACE(layout.to_string());
+  const Result result = together(layout, problem), &wanted = alone(problem);
+  expect_same(result, wanted, Forward::same_bits);
+  EXPECT_EQ(watched_loads(result.guard), watched_loads(wanted.guard));
+  if (layout.pipeline_chunks > 1) return;  // gradients of blocks meet in another order
+  EXPECT_EQ(result.guard, wanted.guard);
+  EXPECT_EQ(result.losses.front(), wanted.losses.front());
+  EXPECT_EQ(result.gradients, wanted.gradients);
+}
+
+TEST(Layout, Pipeline) {
+  for (const double min_tokens : {kMovesAtOnce, kWaits}) {
+    for (const int64_t processes : {2, 3, 4}) {  // 4: a process without experts
+      expect_pipeline_as_alone({.pipeline = processes}, {.min_tokens = min_tokens});
+    }
+  }
+}
+
+TEST(Layout, PipelineOfSeveralChunks) {
+  expect_pipeline_as_alone({.pipeline = 2, .pipeline_chunks = 2}, {});
+  expect_pipeline_as_alone({.pipeline = 2, .pipeline_chunks = 4}, {.layers = 8});
+  expect_pipeline_as_alone({.pipeline = 3, .pipeline_chunks = 2}, {.layers = 8, .micro_batches = 6});
+  expect_pipeline_as_alone({.pipeline = 4, .pipeline_chunks = 2}, {.layers = 8});
+}
+
+// Cuts on and beside the edges of blocks, and no blocks at all.
+TEST(Layout, PipelineOfEveryResidual) {
+  for (const int64_t block : {1, 2, 3, 7}) {
+    const Problem problem{.layers = 7, .attn_res_block = block};
+    expect_pipeline_as_alone({.pipeline = 2}, problem);
+    expect_pipeline_as_alone({.pipeline = 2, .pipeline_chunks = 3}, problem);
+  }
+  for (const Residual residual : {Residual::every_sublayer, Residual::plain}) {
+    const Problem problem{.layers = 7, .residual = residual};
+    expect_pipeline_as_alone({.pipeline = 3}, problem);
+    expect_pipeline_as_alone({.pipeline = 2, .pipeline_chunks = 2}, problem);
+  }
+}
+
+// Fewer micro-batches than processes.
+TEST(Layout, PipelineThatIsNeverFull) {
+  expect_pipeline_as_alone({.pipeline = 4}, {.micro_batches = 2});
+  expect_pipeline_as_alone({.pipeline = 4}, {.micro_batches = 1});
+}
+
+TEST(Layout, PipelineWithOtherAxes) {
+  for (const dist::Layout& layout : {dist::Layout{.data = 2, .pipeline = 2},
+                                     {.context = 2, .pipeline = 2},
+                                     {.context = 3, .pipeline = 2, .pipeline_chunks = 2},
+                                     {.data = 2, .expert = 2, .pipeline = 2},
+                                     {.data = 2, .expert = 4, .context = 2, .pipeline = 2}}) {
+    expect_same_as_alone(
+        layout, layout.replicas() == layout.data && layout.expert == 1 ? Forward::same_bits : Forward::to_rounding);
+  }
+}
+
 TEST(Layout, RepeatsBitForBit) {
-  const Result a = together({.data = 2, .expert = 4, .context = 2}, kWaits);
-  const Result b = together({.data = 2, .expert = 4, .context = 2}, kWaits);
+  const Problem problem{.min_tokens = kWaits};
+  const Result a = together({.data = 2, .expert = 4, .context = 2}, problem);
+  const Result b = together({.data = 2, .expert = 4, .context = 2}, problem);
   EXPECT_EQ(a.losses, b.losses);
   EXPECT_EQ(a.gradients, b.gradients);
   EXPECT_EQ(a.state, b.state);

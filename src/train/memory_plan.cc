@@ -45,10 +45,9 @@ static MemoryPlan dry_run(const model::Model& trained, const RunConfig& config, 
   Stepper stepper(ctx, model, config);
   stepper.set_routers(routers);
   const std::map<std::string, Arena::Use> state = arena.uses();
-  for (int64_t i = 0; i < training.count(); ++i) {
-    const std::vector<int64_t>& offsets = training.offsets(i);
-    stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
-  }
+  std::vector<MicroBatch> batches;
+  for (int64_t i = 0; i < training.count(); ++i) batches.push_back({.offsets = training.offsets(i)});
+  stepper.accumulate(ctx, batches, 1);
   if (training.count() > 0) stepper.finish(ctx, 0, 0);
   for (int64_t i = 0; i < evaluation.count(); ++i) {
     evaluate_dry(ctx, model, stepper.weights(), evaluation.offsets(i));
