@@ -7,8 +7,10 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "ckpt/checkpoint.h"
 #include "core/philox.h"
 #include "dist/in_process.h"
+#include "support.h"
 #include "train/gathered_state.h"
 #include "train/step.h"
 
@@ -337,6 +339,54 @@ TEST(Layout, PipelineWithOtherAxes) {
     expect_same_as_alone(
         layout, layout.replicas() == layout.data && layout.expert == 1 ? Forward::same_bits : Forward::to_rounding);
   }
+}
+
+// One after the other, each layout goes on from the checkpoint of the one before, without a step in between.
+TEST(Layout, CheckpointsBelongToNone) {
+  const Problem problem{.min_tokens = kWaits};
+  const TemporaryDirectory dir;
+  std::map<std::string, Values> wanted;
+  int64_t saved = 0;
+  const auto state_of = [](const train::GatheredState& gathered) {
+    std::map<std::string, Values> state;
+    for (const auto& [name, view] : gathered.tensors()) state[name] = values_of(view);
+    return state;
+  };
+  for (const dist::Layout& layout : {dist::Layout{},
+                                     {.pipeline = 2},
+                                     {.pipeline = 4},
+                                     {.pipeline = 2, .pipeline_chunks = 2},
+                                     {.data = 2, .expert = 2, .pipeline = 3},
+                                     {.data = 2}}) {
+    SCOPED_TRACE(layout.to_string());
+    dist::run_in_process(static_cast<int>(layout.processes()), {}, [&](dist::Transport& transport) {
+      dist::Mesh mesh(layout, transport);
+      const train::RunConfig run = run_of(layout, problem);
+      const model::Model model(config_of(problem), {.mesh = &mesh});
+      Arena arena(int64_t{1} << 30);
+      Context ctx{Device::cpu, arena};
+      train::Stepper stepper(ctx, model, run);
+      if (saved == 0) {  // something in every tensor
+        stepper.initialise(1);
+        stepper.accumulate(ctx, Batches(0, 0, 8).all, 8 * kMicroTokens);
+        stepper.finish(ctx, 0.01, 0);
+      } else {
+        const ckpt::Reader reader(ckpt::newest_valid(dir.path())->path);
+        const train::StagedState staged(stepper.state());
+        ckpt::load_all(reader, staged.tensors(), true);
+        staged.put_back();
+      }
+      const train::GatheredState gathered(stepper.state(), &mesh.world);
+      if (transport.rank() > 0) return;
+      if (saved == 0) wanted = state_of(gathered);
+      EXPECT_EQ(state_of(gathered), wanted);
+      ckpt::CheckpointState state;
+      state.step = ++saved;
+      state.tensors = gathered.tensors();
+      ckpt::save(dir.path(), state);
+    });
+  }
+  EXPECT_EQ(saved, 6);
 }
 
 TEST(Layout, RepeatsBitForBit) {

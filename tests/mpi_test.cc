@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "collectives.h"
@@ -160,6 +161,58 @@ TEST_F(Mpi, AnotherMpiOrNoneIsSaid) {
   EXPECT_EQ(damaged.exit_code, 2);
   EXPECT_NE(damaged.err.find("is not on this machine (" + plugin), std::string::npos) << damaged.err;
   EXPECT_EQ(run_program({moved, "collectives"}).exit_code, 0);  // one process needs neither
+}
+
+// Loss, step by step.
+std::vector<double> losses_of(const std::string& run_dir) {
+  std::vector<double> losses;
+  for (const std::string& line : lines_of(read_file(run_dir + "/metrics.jsonl"))) {
+    const auto row = nlohmann::json::parse(line);
+    if (row.contains("gradient_norm")) losses.push_back(row.at("loss"));
+  }
+  return losses;
+}
+
+// What one process does: its losses, its held-out loss, and checkpoints that any pipeline goes on from.
+TEST_F(Mpi, PipelineTrainsAsOneProcess) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 6, "[guard]\nwindow = 2\ngrace = 2\naudit = 2\n");
+  const auto train = [&](int processes, const std::string& name, int steps) {
+    const Outcome o = mpirun(
+        processes, {TESSERA_BINARY, "train", dir.path("run.toml"), "--run.dir", dir.path(name), "--train.micro_tokens",
+                    "128", "--train.steps", fmt::to_string(steps), "--optim.schedule", "constant",
+                    "--optim.warmup_steps", "0", "--parallel.pipeline", fmt::to_string(processes), "--json"});
+    EXPECT_EQ(o.exit_code, 0) << o.err;
+    return nlohmann::json::parse(o.out, nullptr, false);
+  };
+  const nlohmann::json wanted = train(1, "one", 6);
+  const std::vector<double> losses = losses_of(dir.path("one"));
+  const auto rows = [&](const std::string& name) {
+    return lines_of(read_file(dir.path(name) + "/metrics.jsonl")).size();
+  };
+  for (const int processes : {2, 3}) {
+    const std::string name = fmt::format("pipeline{}", processes);
+    const nlohmann::json result = train(processes, name, 6);
+    EXPECT_EQ(losses_of(dir.path(name)).front(), losses.front());
+    EXPECT_EQ(result.at("first_bits_per_byte"), wanted.at("first_bits_per_byte"));
+    for (size_t s = 0; s < 6; ++s) EXPECT_NEAR(losses_of(dir.path(name))[s], losses[s], 1e-3 * losses[s]);
+    EXPECT_EQ(rows(name), rows("one")) << "events of the guard, from layers of other processes";
+    EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
+    EXPECT_LT(result.at("static_bytes").get<int64_t>(), wanted.at("static_bytes").get<int64_t>());
+  }
+  train(1, "moved", 2);
+  train(2, "moved", 4);
+  EXPECT_EQ(train(3, "moved", 6).at("resumed_from"), 4);
+  ASSERT_EQ(losses_of(dir.path("moved")).size(), 6u);
+  for (size_t s = 0; s < 6; ++s) EXPECT_NEAR(losses_of(dir.path("moved"))[s], losses[s], 1e-3 * losses[s]);
+}
+
+TEST_F(Mpi, APipelineWhoseProcessHangsNamesItsAxis) {
+  const Outcome o = probe(2, "pipeline-stopped");
+  EXPECT_EQ(o.exit_code, 1) << o.err;
+  ASSERT_EQ(messages(o).size(), 1u) << o.err;
+  EXPECT_TRUE(messages(o).front().ends_with("send_receive along the pipeline axis: no answer from rank 1 in 2 s"))
+      << o.err;
 }
 
 TEST_F(Mpi, TrainSpeaksOnceAndOnlyOfUse) {

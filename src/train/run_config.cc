@@ -180,8 +180,9 @@ void RunConfig::check_pipeline(const std::string& where) const {
     const std::string way = fewer > 1 ? fmt::format("parallel.pipeline = {} or less", fewer)
                                       : fmt::format("parallel.pipeline_chunks = 1 and parallel.pipeline = {} or less",
                                                     std::min(layers, shape.processes));
-    fail_user("{}: parallel.pipeline = {} processes with {} runs of layers each, and {} has {} layers; set {}", where,
-              shape.processes, shape.chunks, model_file, layers, way);
+    const std::string runs = shape.chunks > 1 ? fmt::format(" with {} runs of layers each", shape.chunks) : "";
+    fail_user("{}: parallel.pipeline = {} processes{}, and {} has {} layers; set {}", where, shape.processes, runs,
+              model_file, layers, way);
   }
   if (shape.chunks == 1 || shape.micro_batches % shape.processes == 0) return;
   int64_t nearest = 0;
