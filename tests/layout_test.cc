@@ -341,6 +341,25 @@ TEST(Layout, PipelineWithOtherAxes) {
   }
 }
 
+// The other processes do not see its counts.
+TEST(Layout, ABlindRouterOfOneStageRefusesTheStepEverywhere) {
+  const dist::Layout layout{.pipeline = 2, .pipeline_chunks = 2};
+  dist::run_in_process(2, {.deadline_seconds = 10}, [&](dist::Transport& transport) {
+    dist::Mesh mesh(layout, transport);
+    const train::RunConfig run = run_of(layout, {});
+    const model::Model model(config_of({}), {.mesh = &mesh});
+    Arena arena(int64_t{1} << 30);
+    Context ctx{Device::cpu, arena};
+    train::Stepper stepper(ctx, model, run);
+    stepper.initialise(1);
+    if (model.has_moe(2)) *stepper.weights()[model.table().layer(2).moe.router].as<float>() = 3e38f;
+    stepper.accumulate(ctx, Batches(0, 0, 8).all, 8 * kMicroTokens);
+    const train::StepReport report = stepper.finish(ctx, 0.01, 0);
+    EXPECT_FALSE(report.finite);
+    EXPECT_EQ(report.blind_routers, std::vector<int64_t>{3});
+  });
+}
+
 // One after the other, each layout goes on from the checkpoint of the one before, without a step in between.
 TEST(Layout, CheckpointsBelongToNone) {
   const Problem problem{.min_tokens = kWaits};

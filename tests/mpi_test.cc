@@ -163,48 +163,78 @@ TEST_F(Mpi, AnotherMpiOrNoneIsSaid) {
   EXPECT_EQ(run_program({moved, "collectives"}).exit_code, 0);  // one process needs neither
 }
 
+// The run of write_small_run in a pipeline, eight micro-batches a step.
+nlohmann::json trained(const TemporaryDirectory& dir, const std::string& name, int64_t steps, int processes,
+                       int64_t chunks = 1) {
+  Lines command = {TESSERA_BINARY, "train", dir.path("run.toml"), "--run.dir", dir.path(name), "--json"};
+  for (const auto& [key, value] : {std::pair{"train.micro_tokens", std::string("128")},
+                                   {"train.steps", fmt::to_string(steps)},
+                                   {"optim.schedule", "constant"},
+                                   {"optim.warmup_steps", "0"},
+                                   {"parallel.pipeline", fmt::to_string(processes)},
+                                   {"parallel.pipeline_chunks", fmt::to_string(chunks)}}) {
+    command.insert(command.end(), {std::string("--") + key, value});
+  }
+  const Outcome o = mpirun(processes, command);
+  EXPECT_EQ(o.exit_code, 0) << o.err;
+  return nlohmann::json::parse(o.out, nullptr, false);
+}
+
+Lines rows_of(const TemporaryDirectory& dir, const std::string& name) {
+  return lines_of(read_file(dir.path(name) + "/metrics.jsonl"));
+}
 // Loss, step by step.
-std::vector<double> losses_of(const std::string& run_dir) {
+std::vector<double> losses_of(const TemporaryDirectory& dir, const std::string& name) {
   std::vector<double> losses;
-  for (const std::string& line : lines_of(read_file(run_dir + "/metrics.jsonl"))) {
+  for (const std::string& line : rows_of(dir, name)) {
     const auto row = nlohmann::json::parse(line);
     if (row.contains("gradient_norm")) losses.push_back(row.at("loss"));
   }
   return losses;
 }
 
-// What one process does: its losses, its held-out loss, and checkpoints that any pipeline goes on from.
+void expect_near(const std::vector<double>& losses, const std::vector<double>& wanted) {
+  ASSERT_EQ(losses.size(), wanted.size());
+  for (size_t s = 0; s < wanted.size(); ++s) EXPECT_NEAR(losses[s], wanted[s], 1e-3 * wanted[s]);
+}
+
+// Its losses, its evaluations, and the guard's events from layers of other processes.
 TEST_F(Mpi, PipelineTrainsAsOneProcess) {
   const TemporaryDirectory dir;
   write_small_run(dir, 6, "[guard]\nwindow = 2\ngrace = 2\naudit = 2\n");
-  const auto train = [&](int processes, const std::string& name, int steps) {
-    const Outcome o = mpirun(
-        processes, {TESSERA_BINARY, "train", dir.path("run.toml"), "--run.dir", dir.path(name), "--train.micro_tokens",
-                    "128", "--train.steps", fmt::to_string(steps), "--optim.schedule", "constant",
-                    "--optim.warmup_steps", "0", "--parallel.pipeline", fmt::to_string(processes), "--json"});
-    EXPECT_EQ(o.exit_code, 0) << o.err;
-    return nlohmann::json::parse(o.out, nullptr, false);
-  };
-  const nlohmann::json wanted = train(1, "one", 6);
-  const std::vector<double> losses = losses_of(dir.path("one"));
-  const auto rows = [&](const std::string& name) {
-    return lines_of(read_file(dir.path(name) + "/metrics.jsonl")).size();
-  };
+  const nlohmann::json wanted = trained(dir, "one", 6, 1);
   for (const int processes : {2, 3}) {
     const std::string name = fmt::format("pipeline{}", processes);
-    const nlohmann::json result = train(processes, name, 6);
-    EXPECT_EQ(losses_of(dir.path(name)).front(), losses.front());
+    const nlohmann::json result = trained(dir, name, 6, processes);
+    EXPECT_EQ(losses_of(dir, name).front(), losses_of(dir, "one").front());
     EXPECT_EQ(result.at("first_bits_per_byte"), wanted.at("first_bits_per_byte"));
-    for (size_t s = 0; s < 6; ++s) EXPECT_NEAR(losses_of(dir.path(name))[s], losses[s], 1e-3 * losses[s]);
-    EXPECT_EQ(rows(name), rows("one")) << "events of the guard, from layers of other processes";
+    expect_near(losses_of(dir, name), losses_of(dir, "one"));
+    EXPECT_EQ(rows_of(dir, name).size(), rows_of(dir, "one").size());
     EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
     EXPECT_LT(result.at("static_bytes").get<int64_t>(), wanted.at("static_bytes").get<int64_t>());
   }
-  train(1, "moved", 2);
-  train(2, "moved", 4);
-  EXPECT_EQ(train(3, "moved", 6).at("resumed_from"), 4);
-  ASSERT_EQ(losses_of(dir.path("moved")).size(), 6u);
-  for (size_t s = 0; s < 6; ++s) EXPECT_NEAR(losses_of(dir.path("moved"))[s], losses[s], 1e-3 * losses[s]);
+}
+
+TEST_F(Mpi, InterleavedPipelineTrainsAsOneProcess) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 2);
+  std::string model = read_file(dir.path("model.toml"));
+  write_file(dir.path("model.toml"), model.replace(model.find("layers = 3"), 10, "layers = 4"));
+  const nlohmann::json wanted = trained(dir, "one", 2, 1), result = trained(dir, "interleaved", 2, 2, 2);
+  EXPECT_EQ(result.at("first_bits_per_byte"), wanted.at("first_bits_per_byte"));
+  EXPECT_EQ(losses_of(dir, "interleaved").front(), losses_of(dir, "one").front());
+  expect_near(losses_of(dir, "interleaved"), losses_of(dir, "one"));
+  EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
+}
+
+TEST_F(Mpi, PipelinesGoOnFromEachOthersCheckpoints) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 6);
+  trained(dir, "one", 6, 1);
+  trained(dir, "moved", 2, 1);
+  trained(dir, "moved", 4, 2);
+  EXPECT_EQ(trained(dir, "moved", 6, 3).at("resumed_from"), 4);
+  expect_near(losses_of(dir, "moved"), losses_of(dir, "one"));
 }
 
 TEST_F(Mpi, APipelineWhoseProcessHangsNamesItsAxis) {
