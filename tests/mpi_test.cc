@@ -165,17 +165,18 @@ TEST_F(Mpi, AnotherMpiOrNoneIsSaid) {
 
 // The run of write_small_run in a pipeline, eight micro-batches a step.
 nlohmann::json trained(const TemporaryDirectory& dir, const std::string& name, int64_t steps, int processes,
-                       int64_t chunks = 1) {
+                       int64_t chunks = 1, int context = 1) {
   Lines command = {TESSERA_BINARY, "train", dir.path("run.toml"), "--run.dir", dir.path(name), "--json"};
   for (const auto& [key, value] : {std::pair{"train.micro_tokens", std::string("128")},
                                    {"train.steps", fmt::to_string(steps)},
                                    {"optim.schedule", "constant"},
                                    {"optim.warmup_steps", "0"},
                                    {"parallel.pipeline", fmt::to_string(processes)},
-                                   {"parallel.pipeline_chunks", fmt::to_string(chunks)}}) {
+                                   {"parallel.pipeline_chunks", fmt::to_string(chunks)},
+                                   {"parallel.context", fmt::to_string(context)}}) {
     command.insert(command.end(), {std::string("--") + key, value});
   }
-  const Outcome o = mpirun(processes, command);
+  const Outcome o = mpirun(processes * context, command);
   EXPECT_EQ(o.exit_code, 0) << o.err;
   return nlohmann::json::parse(o.out, nullptr, false);
 }
@@ -225,6 +226,15 @@ TEST_F(Mpi, InterleavedPipelineTrainsAsOneProcess) {
   EXPECT_EQ(losses_of(dir, "interleaved").front(), losses_of(dir, "one").front());
   expect_near(losses_of(dir, "interleaved"), losses_of(dir, "one"));
   EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
+}
+
+// The last process has MLA alone, whose memory is that of the documents that cross.
+TEST_F(Mpi, PipelineOfCutSequences) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 2);
+  trained(dir, "one", 2, 1);
+  trained(dir, "cut", 2, 3, 1, 2);
+  expect_near(losses_of(dir, "cut"), losses_of(dir, "one"));
 }
 
 TEST_F(Mpi, PipelinesGoOnFromEachOthersCheckpoints) {

@@ -1,6 +1,7 @@
 #include "train/memory_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 
@@ -79,6 +80,12 @@ MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const
   LargestBatches worst;  // costs address space, not memory
   worst.add(worst_packing(config.train.micro_tokens));
   plan.capacity = dry_run(model, config, 0, climbed, worst, worst).planned_peak;
+  if (config.parallel.context > 1) {  // documents that cross take what those do not, and a batch may have both
+    LargestBatches crossing;
+    const std::array<int64_t, 2> one_document{0, config.train.micro_tokens};
+    crossing.add(one_document);
+    plan.capacity += dry_run(model, config, 0, climbed, crossing, crossing).planned_peak;
+  }
   return plan;
 }
 
