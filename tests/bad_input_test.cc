@@ -153,6 +153,8 @@ TEST_F(BadInput, RunFile) {
   const std::string syntax = run_file("syntax.toml", "steps = 12", "steps = ");
   const std::string grouped = path("grouped.toml");
   write_file(grouped, replaced(read_file(path("model.toml")), "experts = 8\n", "experts = 8\ngroups = 2\n"));
+  const std::string deep = path("deep.toml");
+  write_file(deep, replaced(read_file(path("model.toml")), "layers = 3\n", "layers = 4\n"));
   check({
       {"mistyped key", {"train", mistyped}, {"mistyped.toml:10:", "'train.stesp'", "did you mean 'train.steps'"}},
       {"unknown key", {"train", unknown}, {"unknown.toml:11:", "'train.frobnicate'", "known keys of [train]"}},
@@ -178,6 +180,19 @@ TEST_F(BadInput, RunFile) {
       {"more bins than a GPU counts",
        {"plan", "memory", path("run.toml"), "--device", "cuda", "--balance.bins", "4000"},
        {"balance.bins is 4000", "may make 8000", "balance.bins = 3500"}},
+      {"more processes than layers",
+       train({"--parallel.pipeline", "4"}),
+       {"parallel.pipeline = 4", "has 3 layers", "set parallel.pipeline = 3 or less"}},
+      {"more runs of layers than layers",
+       train({"--parallel.pipeline", "2", "--parallel.pipeline_chunks", "2"}),
+       {"2 processes with 2 runs of layers each", "has 3 layers", "parallel.pipeline_chunks = 1"}},
+      {"runs of layers without a pipeline",
+       train({"--parallel.pipeline_chunks", "3"}),
+       {"parallel.pipeline_chunks = 3", "parallel.pipeline is 1", "parallel.pipeline = 2"}},
+      {"micro-batches in uneven groups",
+       train({"--model.file", deep, "--train.micro_tokens", "1024", "--parallel.pipeline", "2",
+              "--parallel.pipeline_chunks", "2"}),
+       {"the 1 micro-batches", "groups of 2", "train.micro_tokens = 512 (2 micro-batches)"}},
       {"recompute of no layer", train({"--train.recompute", "[7]"}), {"train.recompute names layer 7", "has 3"}},
   });
 }

@@ -16,6 +16,7 @@
 #include "core/parallel.h"
 #include "dist/agreement.h"
 #include "dist/job.h"
+#include "dist/mesh.h"
 
 namespace tessera::test {
 namespace {
@@ -90,6 +91,19 @@ void killed(dist::Job& job) {
   for (;;) Collectives(job.host()).run();
 }
 
+// The last process of a pipeline stops between two micro-batches.
+void pipeline_stopped(dist::Job& job) {
+  dist::Mesh mesh({.pipeline = job.size()}, job.host());
+  std::vector<float> stream(1000);
+  const View view(stream.data(), DType::f32, {1000});
+  job.set({.deadline_seconds = 2});
+  const bool last = job.rank() == job.size() - 1;
+  for (int i = 0;; ++i) {
+    if (i == 100 && last) raise(SIGSTOP);
+    mesh.pipeline.send_receive(last ? View() : view, job.rank() + 1, job.rank() > 0 ? view : View(), job.rank() - 1);
+  }
+}
+
 const std::map<std::string, std::function<void()>> kFailures = {
     {"exits", [] { std::exit(0); }},
     {"user-error", [] { fail_user("the disk is full"); }},
@@ -100,9 +114,16 @@ const std::map<std::string, std::function<void()>> kFailures = {
 };
 
 const std::map<std::string, void (*)(dist::Job&)> kModes = {
-    {"collectives", collectives}, {"pieces", in_pieces}, {"threads", in_two_threads},
-    {"long", long_message},       {"nodes", nodes},      {"thread-count", threads},
-    {"killed", killed},           {"log", log_line},     {"differ", disagreement},
+    {"collectives", collectives},
+    {"pieces", in_pieces},
+    {"threads", in_two_threads},
+    {"long", long_message},
+    {"nodes", nodes},
+    {"thread-count", threads},
+    {"killed", killed},
+    {"log", log_line},
+    {"differ", disagreement},
+    {"pipeline-stopped", pipeline_stopped},
 };
 
 }  // namespace

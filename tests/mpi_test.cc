@@ -155,6 +155,98 @@ TEST_F(Mpi, AnotherMpiOrNoneIsSaid) {
   EXPECT_EQ(run_program({moved, "collectives"}).exit_code, 0);  // one process needs neither
 }
 
+// The run of write_small_run in a pipeline, eight micro-batches a step.
+nlohmann::json trained(const TemporaryDirectory& dir, const std::string& name, int64_t steps, int processes,
+                       int64_t chunks = 1, int context = 1) {
+  Lines command = {TESSERA_BINARY, "train", dir.path("run.toml"), "--run.dir", dir.path(name), "--json"};
+  for (const auto& [key, value] : {std::pair{"train.micro_tokens", std::string("128")},
+                                   {"train.steps", fmt::to_string(steps)},
+                                   {"optim.schedule", "constant"},
+                                   {"optim.warmup_steps", "0"},
+                                   {"parallel.pipeline", fmt::to_string(processes)},
+                                   {"parallel.pipeline_chunks", fmt::to_string(chunks)},
+                                   {"parallel.context", fmt::to_string(context)}}) {
+    command.insert(command.end(), {std::string("--") + key, value});
+  }
+  const Outcome o = mpirun(processes * context, command);
+  EXPECT_EQ(o.exit_code, 0) << o.err;
+  return nlohmann::json::parse(o.out, nullptr, false);
+}
+
+Lines rows_of(const TemporaryDirectory& dir, const std::string& name) {
+  return lines_of(read_file(dir.path(name) + "/metrics.jsonl"));
+}
+// Loss, step by step.
+std::vector<double> losses_of(const TemporaryDirectory& dir, const std::string& name) {
+  std::vector<double> losses;
+  for (const std::string& line : rows_of(dir, name)) {
+    const auto row = nlohmann::json::parse(line);
+    if (row.contains("gradient_norm")) losses.push_back(row.at("loss"));
+  }
+  return losses;
+}
+
+void expect_near(const std::vector<double>& losses, const std::vector<double>& wanted) {
+  ASSERT_EQ(losses.size(), wanted.size());
+  for (size_t s = 0; s < wanted.size(); ++s) EXPECT_NEAR(losses[s], wanted[s], 1e-3 * wanted[s]);
+}
+
+// Its losses, its evaluations, and the guard's events from layers of other processes.
+TEST_F(Mpi, PipelineTrainsAsOneProcess) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 6, "[guard]\nwindow = 2\ngrace = 2\naudit = 2\n");
+  const nlohmann::json wanted = trained(dir, "one", 6, 1);
+  for (const int processes : {2, 3}) {
+    const std::string name = fmt::format("pipeline{}", processes);
+    const nlohmann::json result = trained(dir, name, 6, processes);
+    EXPECT_EQ(losses_of(dir, name).front(), losses_of(dir, "one").front());
+    EXPECT_EQ(result.at("first_bits_per_byte"), wanted.at("first_bits_per_byte"));
+    expect_near(losses_of(dir, name), losses_of(dir, "one"));
+    EXPECT_EQ(rows_of(dir, name).size(), rows_of(dir, "one").size());
+    EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
+    EXPECT_LT(result.at("static_bytes").get<int64_t>(), wanted.at("static_bytes").get<int64_t>());
+  }
+}
+
+TEST_F(Mpi, InterleavedPipelineTrainsAsOneProcess) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 2);
+  std::string model = read_file(dir.path("model.toml"));
+  write_file(dir.path("model.toml"), model.replace(model.find("layers = 3"), 10, "layers = 4"));
+  const nlohmann::json wanted = trained(dir, "one", 2, 1), result = trained(dir, "interleaved", 2, 2, 2);
+  EXPECT_EQ(result.at("first_bits_per_byte"), wanted.at("first_bits_per_byte"));
+  EXPECT_EQ(losses_of(dir, "interleaved").front(), losses_of(dir, "one").front());
+  expect_near(losses_of(dir, "interleaved"), losses_of(dir, "one"));
+  EXPECT_EQ(result.at("peak_bytes"), result.at("planned_peak_bytes"));
+}
+
+// The last process has MLA alone, whose memory is that of the documents that cross.
+TEST_F(Mpi, PipelineOfCutSequences) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 2);
+  trained(dir, "one", 2, 1);
+  trained(dir, "cut", 2, 3, 1, 2);
+  expect_near(losses_of(dir, "cut"), losses_of(dir, "one"));
+}
+
+TEST_F(Mpi, PipelinesGoOnFromEachOthersCheckpoints) {
+  const TemporaryDirectory dir;
+  write_small_run(dir, 6);
+  trained(dir, "one", 6, 1);
+  trained(dir, "moved", 2, 1);
+  trained(dir, "moved", 4, 2);
+  EXPECT_EQ(trained(dir, "moved", 6, 3).at("resumed_from"), 4);
+  expect_near(losses_of(dir, "moved"), losses_of(dir, "one"));
+}
+
+TEST_F(Mpi, APipelineWhoseProcessHangsNamesItsAxis) {
+  const Outcome o = probe(2, "pipeline-stopped");
+  EXPECT_EQ(o.exit_code, 1) << o.err;
+  ASSERT_EQ(messages(o).size(), 1u) << o.err;
+  EXPECT_TRUE(messages(o).front().ends_with("send_receive along the pipeline axis: no answer from rank 1 in 2 s"))
+      << o.err;
+}
+
 TEST_F(Mpi, TrainSpeaksOnceAndOnlyOfUse) {
   const Outcome o = mpirun(3, {TESSERA_BINARY, "train", "missing.toml"});
   EXPECT_EQ(o.exit_code, 2);

@@ -18,6 +18,16 @@ Arena Arena::dry() {
   return arena;
 }
 
+Arena Arena::within(const View& room) {
+  if (room.data() == nullptr) return dry();
+  Arena arena;
+  arena.base_ = static_cast<std::byte*>(room.data());
+  arena.capacity_ = room.bytes();
+  arena.memory_ = room.memory();
+  arena.owner_ = false;
+  return arena;
+}
+
 Arena::Arena(int64_t capacity_bytes, Memory memory)
     : capacity_(std::max(aligned(capacity_bytes), kAlignment)), memory_(memory) {
   if (memory == Memory::gpu) {
@@ -43,10 +53,11 @@ Arena::Arena(Arena&& other) noexcept
       segments_(std::move(other.segments_)),
       uses_(std::move(other.uses_)),
       memory_(other.memory_),
-      poison_(other.poison_) {}
+      poison_(other.poison_),
+      owner_(other.owner_) {}
 
 Arena::~Arena() {
-  if (base_ == nullptr) return;
+  if (base_ == nullptr || !owner_) return;
   if (memory_ == Memory::gpu) {
     gpu::release(base_);
   } else {

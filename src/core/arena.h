@@ -21,6 +21,9 @@ class Arena {
   static Arena dry();  // offsets only, no limit
   // Host: address space now, pages when first written. GPU: taken at once, one piece.
   explicit Arena(int64_t capacity_bytes, Memory memory = Memory::host);
+  // A stack of its own inside an allocation of another arena, which must outlive it: what is released in another order
+  // than it was taken needs several. Dry where that one is.
+  static Arena within(const View& room);
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&&) = delete;
   ~Arena();
@@ -92,6 +95,7 @@ class Arena {
   std::map<std::string, Use> uses_;
   Memory memory_ = Memory::host;
   bool poison_ = false;
+  bool owner_ = true;  // of the memory
 };
 
 }  // namespace tessera

@@ -51,5 +51,24 @@ TEST(Arena, ReleasesInTheMiddleOfALabel) {
   EXPECT_EQ(arena.uses().at("other").at_peak, 192);
 }
 
+// Pieces of one arena that are released in another order than they were taken.
+TEST(Arena, StacksInsideAnother) {
+  Arena arena(4096);
+  const View room = arena.allocate(DType::u8, {1024});
+  {
+    Arena inner = Arena::within(room);
+    const View first = inner.allocate(DType::f32, {16}), second = inner.allocate(DType::f32, {16});
+    EXPECT_EQ(first.data(), room.data());
+    EXPECT_EQ(second.as<float>(), first.as<float>() + 16);
+    EXPECT_EQ(inner.capacity(), 1024);
+    EXPECT_THROW(inner.allocate(DType::u8, {1024}), Error);
+    inner.release_to(0);
+    EXPECT_EQ(inner.allocate(DType::u8, {1024}).data(), room.data());
+  }
+  *room.as<uint8_t>() = 1;  // still there
+  Arena dry = Arena::dry();
+  EXPECT_TRUE(Arena::within(dry.allocate(DType::u8, {64})).is_dry());
+}
+
 }  // namespace
 }  // namespace tessera

@@ -90,6 +90,12 @@ void Communicator::send_receive(const View& send, int to, const View& receive, i
   exchange("send_receive", out, in);
 }
 
+void Communicator::send_receive(std::span<const View> send, int to, std::span<const View> receive, int from) {
+  for (size_t i = 0; i < std::max(send.size(), receive.size()); ++i) {
+    send_receive(i < send.size() ? send[i] : View(), to, i < receive.size() ? receive[i] : View(), from);
+  }
+}
+
 void Communicator::barrier() { all_gather(int64_t{0}); }
 
 // ---- sums ----

@@ -52,6 +52,8 @@ class Communicator {
   void reduce_scatter(Context&, std::span<const View> parts, const View& sum);
   // One pair of neighbours at a time; absent: nothing in that direction.
   void send_receive(const View& send, int to, const View& receive, int from);
+  // The same of several views, one after the other; there may be more in one direction than in the other.
+  void send_receive(std::span<const View> send, int to, std::span<const View> receive, int from);
   void barrier();
 
   // Small things on the host, with room from the heap.

@@ -13,6 +13,10 @@ void Layout::bind(config::Options& o) {
   o.add("parallel.data", &data, "processes that see different sequences", count);
   o.add("parallel.expert", &expert, "processes that hold different experts; divides data * context", count);
   o.add("parallel.context", &context, "processes that hold neighbouring parts of the same sequences", count);
+  o.add("parallel.pipeline", &pipeline, "processes that hold consecutive layers, and work on micro-batches in turn",
+        count);
+  o.add("parallel.pipeline_chunks", &pipeline_chunks,
+        "runs of layers that each of them has: more wait less, hold more micro-batches and send more", count);
   o.add("parallel.tensor", &tensor, "processes that hold different heads and hidden units of every layer", count);
 }
 

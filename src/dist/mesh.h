@@ -22,8 +22,9 @@ struct Layout {  // [parallel] of a run file
   int64_t data = 1;
   int64_t expert = 1;  // divides data * context
   int64_t context = 1;
-  int64_t pipeline = 1;  // cuts a model, which no model does yet: not in run files
-  int64_t tensor = 1;    // cuts heads and the hidden widths of dense and shared MLPs
+  int64_t pipeline = 1;         // cuts a model between layers
+  int64_t pipeline_chunks = 1;  // V, of each process of a pipeline: how the model is cut, not who works with whom
+  int64_t tensor = 1;           // cuts heads and the hidden widths of dense and shared MLPs
 
   int64_t processes() const { return data * context * pipeline * tensor; }
   int64_t replicas() const { return data * context; }

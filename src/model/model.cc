@@ -1,7 +1,6 @@
 #include "model/model.h"
 
-#include <algorithm>
-
+#include "model/flight.h"
 #include "model/tensor_shard.h"
 #include "ops/cross_entropy/op.h"
 #include "ops/elementwise/op.h"
@@ -9,32 +8,25 @@
 
 namespace tessera::model {
 
-// What the backward of a sublayer needs beside the residual stream: first its layer's dear part, from `cheap` on what
-// can be made again from that.
-struct Model::SublayerSaved {
-  int64_t cheap = 0;  // mark of the arena
-  View h;             // (T, D) mixed input; absent where the sublayer reads P itself
-  ops::attn_res::Saved mix;
-  ops::rms_norm::Saved norm;
-  View x;                // (T, D) normalised input
-  kda_layer::Saved kda;  // one of these four
-  mla_layer::Saved mla;
-  mlp::Saved dense;
-  latent_moe::Saved moe;
-};
-
 namespace {
 
-bool is_mixer(int64_t s) { return s % 2 == 0; }
-int64_t layer_of(int64_t s) { return s / 2; }
-
-ops::rms_norm::Dims norm_dims(const LayerContext& lc) { return {lc.tokens, lc.config.width, lc.config.norm_eps}; }
-
 Shard shard_of(const ModelConfig& c, const dist::Mesh* mesh) {
-  if (mesh == nullptr) return {};
+  if (mesh == nullptr) return {.stages = {.layers = c.layers}};
   const dist::ExpertRanges ranges{c.moe.experts, mesh->expert.size()};
-  return {ranges.begin(mesh->expert.rank()), ranges.count(mesh->expert.rank()), mesh->tensor.rank(),
+  return {ranges.begin(mesh->expert.rank()),
+          ranges.count(mesh->expert.rank()),
+          {c.layers, mesh->pipeline.size(), mesh->layout.pipeline_chunks},
+          mesh->pipeline.rank(),
+          mesh->tensor.rank(),
           mesh->tensor.size()};
+}
+
+// Of the activations beside them: matrices have it, whatever else is exact.
+DType type_of(const Weights& w, const ParameterTable& table) {
+  for (ParamId id = 0; id < table.size(); ++id) {
+    if (!table[id].exact) return w[id].dtype();
+  }
+  return w.value.front().dtype();
 }
 
 // In the account of memory.
@@ -49,7 +41,8 @@ Model::Model(ModelConfig config, ModelOptions options)
     : config_(std::move(config)),
       options_(std::move(options)),
       share_(share_of(config_, options_.mesh != nullptr ? options_.mesh->tensor.size() : 1)),
-      table_(config_, shard_of(config_, options_.mesh)) {
+      shard_(shard_of(config_, options_.mesh)),
+      table_(config_, shard_) {
   options_.recompute.resize(static_cast<size_t>(config_.layers), Recompute::none);
 }
 
@@ -59,7 +52,7 @@ LayerContext Model::layer_context(Context& ctx, const Weights& w, const Batch& b
           .weights = w,
           .documents = batch.documents,
           .tokens = batch.ids.elements(),
-          .dtype = w.value.front().dtype(),
+          .dtype = type_of(w, table_),
           .mesh = options_.mesh,
           .expert_imbalance = options_.expert_imbalance,
           .shard = batch.shard.get()};
@@ -67,13 +60,13 @@ LayerContext Model::layer_context(Context& ctx, const Weights& w, const Batch& b
 
 int64_t Model::moe_layers() const {
   int64_t n = 0;
-  for (int64_t l = 0; l < config_.layers; ++l) n += config_.is_moe(l);
+  for (int64_t l = 0; l < config_.layers; ++l) n += has_moe(l);
   return n;
 }
 
 int64_t Model::mla_layers() const {
   int64_t n = 0;
-  for (int64_t l = 0; l < config_.layers; ++l) n += config_.is_mla(l);
+  for (int64_t l = 0; l < config_.layers; ++l) n += has_mla(l);
   return n;
 }
 
@@ -139,33 +132,21 @@ void Model::mix_backward(const LayerContext& lc, const Residuals& residuals, int
 
 // ---- one sublayer ----
 
-static int64_t count_before(const ModelConfig& c, int64_t layer, bool mla) {
-  int64_t n = 0;
-  for (int64_t l = 0; l < layer; ++l) n += c.is_mla(l) == mla;
+// Of a mixer among those of its kind in this process.
+static size_t mixer_index(const Model& model, int64_t layer, bool mla) {
+  size_t n = 0;
+  for (int64_t l = 0; l < layer; ++l) n += model.holds(l) && model.config().is_mla(l) == mla;
   return n;
 }
 
-// Of an MoE layer among the MoE layers.
-static size_t moe_index(const ModelConfig& c, int64_t layer) { return static_cast<size_t>(layer - c.ffn.dense_layers); }
+size_t Model::moe_index(int64_t layer) const {
+  size_t n = 0;
+  for (int64_t l = 0; l < layer; ++l) n += has_moe(l);
+  return n;
+}
 
 bool Model::in_blocks(const LayerContext& lc, int64_t s) const {
   return !is_mixer(s) && options_.ffn_block_tokens > 0 && lc.tokens > options_.ffn_block_tokens;
-}
-
-template <class F>
-void Model::for_blocks(const LayerContext& lc, F&& of_block) const {
-  for (int64_t begin = 0; begin < lc.tokens; begin += options_.ffn_block_tokens) {
-    Arena::Scope scope(lc.ctx.arena);
-    LayerContext block = lc;
-    block.tokens = std::min(options_.ffn_block_tokens, lc.tokens - begin);
-    of_block(block, begin);
-  }
-}
-
-static std::vector<View> rows_of(const std::vector<View>& streams, int64_t begin, int64_t count) {
-  std::vector<View> rows;
-  for (const View& stream : streams) rows.push_back(stream.row_range(begin, count));
-  return rows;
 }
 
 // What sublayer s works on: the normalised mix.
@@ -193,7 +174,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
   const LayerParams& p = table_.layer(layer);
   const View& out = residuals[static_cast<size_t>(s) + 1];
   if (is_mixer(s) && config_.is_mla(layer)) {
-    const size_t index = static_cast<size_t>(count_before(config_, layer, true));
+    const size_t index = mixer_index(*this, layer, true);
     const bool want_max = record != nullptr && !record->max_logit.empty();
     saved.mla = mla_layer::allocate_dear(lc);
     saved.cheap = arena.used();
@@ -202,7 +183,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
     mla_layer::forward(lc, p.mla, saved.x, out, saved.mla, want_max ? record->max_logit[index] : View(),
                        caches != nullptr ? &caches->mla[index] : nullptr);
   } else if (is_mixer(s)) {
-    const size_t index = static_cast<size_t>(count_before(config_, layer, false));
+    const size_t index = mixer_index(*this, layer, false);
     saved.kda = kda_layer::allocate_dear(lc, training);
     saved.cheap = arena.used();
     read(lc, residuals, s, saved);
@@ -213,7 +194,7 @@ void Model::sublayer(const LayerContext& lc, const Residuals& residuals, int64_t
     saved.cheap = arena.used();
     read(lc, residuals, s, saved);
     latent_moe::allocate_cheap(lc, p.moe, saved.moe);
-    const size_t index = moe_index(config_, layer);
+    const size_t index = moe_index(layer);
     if (record != nullptr) {
       const latent_moe::Counting counting{record->routers[index].balance, record->counters[index]};
       latent_moe::forward(lc, p.moe, saved.x, out, saved.moe, &counting);
@@ -273,103 +254,42 @@ void Model::sublayer_backward(const LayerContext& lc, const Residuals& residuals
   mix_backward(lc, residuals, s, saved, dx, gradients);
 }
 
-// ---- training ----
-
-void Model::forward_backward(Context& ctx, const Weights& w, const Batch& batch, double scale, const View& loss,
-                             StepRecord* record) const {
-  const int64_t tokens = batch.ids.elements(), last = sublayers();
-  const LayerContext lc = layer_context(ctx, w, batch);
-  const Shape row{tokens, config_.width};
-  Arena::Scope step(ctx.arena);
-  Arena::Label label(ctx.arena, "residual stream");
-
-  Residuals residuals{lc.allocate(row)};
-  ops::embedding::forward(ctx, {tokens, config_.vocabulary, config_.width}, {batch.ids, w[table_.embedding]},
-                          {residuals[0]});
-  std::vector<SublayerSaved> saved(static_cast<size_t>(last) + 1);
-  for (int64_t s = 0; s < last; ++s) {
-    residuals.push_back(lc.allocate(row));
-    const int64_t all = ctx.arena.used();
-    SublayerSaved& of_s = saved[static_cast<size_t>(s)];
-    sublayer(lc, residuals, s, of_s, true, record, nullptr);
-    if (in_blocks(lc, s) || recompute_of(s) == Recompute::none) continue;
-    ctx.arena.release_to(recompute_of(s) == Recompute::full ? all : of_s.cheap);
-  }
-
-  // Gradients of the stream. Inside a block they run through one buffer; a closed block has its own, since later
-  // sublayers add to it directly.
-  Arena::Label of_gradients(ctx.arena, "gradients of the residual stream");
-  Residuals gradients(residuals.size());
-  gradients.back() = ctx.arena.allocate_zeroed(lc.dtype, row);
-  for (int64_t s = last - 1; s >= 0; --s) {
-    const size_t i = static_cast<size_t>(s);
-    gradients[i] = starts_block(s) ? ctx.arena.allocate_zeroed(lc.dtype, row) : gradients[i + 1];
-  }
-
-  {
-    Arena::Scope head(ctx.arena);
-    Arena::Label of_head(ctx.arena, "loss");
-    SublayerSaved& end = saved.back();
-    const View& h = mix(lc, residuals, last, end);
-    end.x = lc.allocate(row);
-    end.norm = ops::rms_norm::allocate_saved(ctx, norm_dims(lc), lc.dtype);
-    ops::rms_norm::forward(ctx, norm_dims(lc), {h, w[table_.final_norm]}, {end.x}, &end.norm);
-    const View dx = lc.allocate(row);
-    ops::cross_entropy::forward_backward(ctx, {tokens, config_.width, config_.vocabulary, options_.loss_block_rows},
-                                         {end.x, w[table_.head], batch.targets}, scale, {loss}, {dx, w.d(table_.head)});
-    ops::rms_norm::backward(ctx, norm_dims(lc), {h, w[table_.final_norm]}, end.norm, {dx},
-                            {dx, w.d(table_.final_norm)});
-    mix_backward(lc, residuals, last, end, dx, gradients);
-  }
-
-  LayerContext again = lc;  // forward once more: nobody reads residuals[s + 1] after the backward of sublayer s + 1
-  again.output_wanted = false;
-  for (int64_t s = last - 1; s >= 0; --s) {
-    Arena::Scope recomputed(ctx.arena);
-    SublayerSaved& of_s = saved[static_cast<size_t>(s)];
-    const int64_t layer = layer_of(s);
-    const bool has_router = record != nullptr && !is_mixer(s) && config_.is_moe(layer);
-    const double z_loss = has_router ? scale * record->routers[moe_index(config_, layer)].z_loss : 0;
-    if (in_blocks(lc, s)) {
-      for_blocks(again, [&](const LayerContext& block, int64_t begin) {
-        const Residuals rows = rows_of(residuals, begin, block.tokens);
-        SublayerSaved of_block;
-        sublayer(block, rows, s, of_block, true, nullptr, nullptr);
-        sublayer_backward(block, rows, s, of_block, rows_of(gradients, begin, block.tokens), z_loss);
-      });
-      continue;
-    }
-    if (recompute_of(s) == Recompute::full) {
-      sublayer(again, residuals, s, of_s, true, nullptr, nullptr);
-    } else if (recompute_of(s) == Recompute::cheap) {
-      make_cheap(lc, residuals, s, of_s);
-    }
-    sublayer_backward(lc, residuals, s, of_s, gradients, z_loss);
-  }
-  ops::embedding::backward(ctx, {tokens, config_.vocabulary, config_.width}, {batch.ids, w[table_.embedding]},
-                           {gradients.front()}, {w.d(table_.embedding)});
-}
-
 // ---- evaluation and inference ----
 
-// Writes the normalised rows before the head to `out`. Two buffers carry the stream; closed blocks keep their own.
+// Writes the normalised rows before the head to `out`, where the last chunk is. Two buffers carry the stream; closed
+// blocks keep their own.
 void Model::inference_stream(const LayerContext& lc, const View& ids, StepRecord* record, Caches* caches,
                              const View& out) const {
   Arena::Scope scope(lc.ctx.arena);
   const int64_t last = sublayers();
   const Shape row{lc.tokens, config_.width};
   const View turns[2] = {lc.allocate(row), lc.allocate(row)};
-  Residuals residuals;
-  for (int64_t s = 0; s <= last; ++s) {
-    residuals.push_back(s < last && starts_block(s) ? lc.allocate(row) : turns[s % 2]);
+  Residuals residuals(static_cast<size_t>(last) + 1);
+  for (int64_t chunk = shard_.process; chunk < stages().count(); chunk += stages().processes) {
+    const int64_t begin = 2 * stages().begin(chunk), end = 2 * stages().end(chunk);
+    const auto make = [&](int64_t s) {
+      return residuals[static_cast<size_t>(s)] = s < last && starts_block(s) ? lc.allocate(row) : turns[s % 2];
+    };
+    std::vector<View> from, to;
+    for (const int64_t s : entering(chunk)) from.push_back(make(s));
+    for (int64_t s = chunk == 0 ? begin : begin + 1; s <= end; ++s) make(s);
+    if (chunk == 0) {
+      ops::embedding::forward(lc.ctx, {lc.tokens, config_.vocabulary, config_.width},
+                              {ids, lc.weights[table_.embedding]}, {residuals[0]});
+    } else {
+      dist::Communicator& axis = lc.mesh->pipeline;
+      axis.send_receive({}, 0, from, (axis.rank() + axis.size() - 1) % axis.size());
+    }
+    for (int64_t s = begin; s < end; ++s) {
+      Arena::Scope one(lc.ctx.arena);
+      SublayerSaved saved;
+      sublayer(lc, residuals, s, saved, false, record, caches);
+    }
+    if (is_last(chunk)) continue;
+    for (const int64_t s : entering(chunk + 1)) to.push_back(residuals[static_cast<size_t>(s)]);
+    lc.mesh->pipeline.send_receive(to, (lc.mesh->pipeline.rank() + 1) % lc.mesh->pipeline.size(), {}, 0);
   }
-  ops::embedding::forward(lc.ctx, {lc.tokens, config_.vocabulary, config_.width}, {ids, lc.weights[table_.embedding]},
-                          {residuals[0]});
-  for (int64_t s = 0; s < last; ++s) {
-    Arena::Scope one(lc.ctx.arena);
-    SublayerSaved saved;
-    sublayer(lc, residuals, s, saved, false, record, caches);
-  }
+  if (!holds(config_.layers - 1)) return;
   SublayerSaved end;
   const View& h = mix(lc, residuals, last, end);
   ops::rms_norm::forward(lc.ctx, norm_dims(lc), {h, lc.weights[table_.final_norm]}, {out}, nullptr);
@@ -381,6 +301,7 @@ void Model::evaluate(Context& ctx, const Weights& w, const Batch& batch, const V
   Arena::Scope scope(ctx.arena);
   const View x = lc.allocate({tokens, config_.width});
   inference_stream(lc, batch.ids, record, nullptr, x);
+  if (table_.head == kNone) return;
   ops::cross_entropy::forward(ctx, {tokens, config_.width, config_.vocabulary, options_.loss_block_rows},
                               {x, w[table_.head], batch.targets}, {loss});
 }

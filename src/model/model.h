@@ -1,4 +1,4 @@
-// The whole model: embedding, sublayers, head; forward beside backward (model.cc).
+// The whole model: embedding, sublayers, head (model.cc), and its training passes (training.cc).
 //
 // Layers are pairs of sublayers (mixer, FFN) on a residual stream P. With a plain residual a sublayer reads P; with
 // Attention Residuals it reads a softmax mix over the completed blocks and P (moe.md 5.2):
@@ -11,6 +11,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "dist/mesh.h"
@@ -77,6 +78,10 @@ class Model {
   const ModelOptions& options() const { return options_; }
   const ParameterTable& table() const { return table_; }
   dist::Mesh* mesh() const { return options_.mesh; }
+  // Of this process, all but in a pipeline:
+  bool holds(int64_t layer) const { return shard_.holds(layer); }
+  bool has_moe(int64_t layer) const { return config_.is_moe(layer) && holds(layer); }
+  bool has_mla(int64_t layer) const { return config_.is_mla(layer) && holds(layer); }
   int64_t moe_layers() const;
   int64_t mla_layers() const;
   StepRecord allocate_record(Arena&, DType, const RecordOptions&) const;
@@ -84,8 +89,22 @@ class Model {
   // loss (T) in nats, 0 where there is no target; gradients of scale * sum(loss) are added to the weights' gradients,
   // and those of scale * sum(z-losses) where the record asks for them. `record` may be null.
   void forward_backward(Context&, const Weights&, const Batch&, double scale, const View& loss, StepRecord*) const;
-  // loss (T) only. `record` may be null.
+  // loss (T) only, in a pipeline in the process of the last chunk. `record` may be null.
   void evaluate(Context&, const Weights&, const Batch&, const View& loss, StepRecord* record) const;
+
+  // The same pass by pass, of one chunk of the layers. A flight is a micro-batch between its passes, and must not
+  // outlive the weights; what it keeps lies in the arena of `kept`, which may be that of `ctx`.
+  class Flight;
+  const Stages& stages() const { return shard_.stages; }
+  std::shared_ptr<Flight> start(const Batch&) const;
+  // Room for the streams that its process must get from the chunk before; none for the first chunk.
+  std::vector<View> enter(Context& kept, const Weights&, Flight&, int64_t chunk) const;
+  void forward(Context& ctx, Context& kept, const Weights&, Flight&, int64_t chunk, StepRecord*) const;
+  std::vector<View> leaving(const Flight&, int64_t chunk) const;  // streams for the next chunk, as it enters them
+  // `returned`: the gradients of leaving(). Only the last chunk writes `loss`.
+  void backward(Context& ctx, const Weights&, Flight&, int64_t chunk, std::span<const View> returned, double scale,
+                const View& loss, StepRecord*) const;
+  std::vector<View> returning(const Flight&, int64_t chunk) const;  // gradients of what enter() got
 
   Caches allocate_caches(Arena&, int64_t sequences, int64_t capacity, DType) const;
   // Hidden rows before the head, (T, D), continuing the caches (null: plain forward).
@@ -99,8 +118,11 @@ class Model {
 
   LayerContext layer_context(Context&, const Weights&, const Batch&) const;
   int64_t sublayers() const { return 2 * config_.layers; }
+  bool is_last(int64_t chunk) const { return chunk + 1 == stages().count(); }
+  std::vector<int64_t> entering(int64_t chunk) const;            // streams, by sublayer
   bool starts_block(int64_t s) const;                            // P is closed as a block before sublayer s
   std::vector<View> sources(const Residuals&, int64_t s) const;  // what sublayer s reads: blocks, then P
+  size_t moe_index(int64_t layer) const;                         // among those of this process
   const View& mix(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&) const;
   void mix_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&, const View& dh,
                     const Residuals& gradients) const;
@@ -116,11 +138,14 @@ class Model {
   void make_cheap(const LayerContext&, const Residuals&, int64_t s, SublayerSaved&) const;
   void sublayer_backward(const LayerContext&, const Residuals&, int64_t s, const SublayerSaved&,
                          const Residuals& gradients, double z_loss) const;
+  Residuals gradients_of(Context&, const Flight&, const LayerContext&, int64_t chunk) const;
+  void head(const LayerContext&, const Flight&, const Residuals& gradients, double scale, const View& loss) const;
   void inference_stream(const LayerContext&, const View& ids, StepRecord*, Caches*, const View& out) const;
 
   ModelConfig config_;
   ModelOptions options_;
   ModelConfig share_;  // that this process computes, of its part along the tensor axis
+  Shard shard_;
   ParameterTable table_;
 };
 

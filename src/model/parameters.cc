@@ -23,13 +23,19 @@ class TableBuilder {
 
   void build() {
     layer_ = -1;
+    here_ = shard_.process == 0;
     t_.embedding = add("model.embed_tokens.weight", {c_.vocabulary, c_.width},
                        {.group = Group::embedding, .component = "embedding", .active_share = 0});
-    for (layer_ = 0; layer_ < c_.layers; ++layer_) build_layer();
+    for (layer_ = 0; layer_ < c_.layers; ++layer_) {
+      here_ = shard_.holds(layer_);
+      build_layer();
+    }
     layer_ = -1;
+    here_ = shard_.process == shard_.stages.processes - 1;
     if (c_.attention_residuals()) t_.output_mix = add_mix("model.output_attn_res");
     t_.final_norm = add_gain("model.norm.weight", c_.width);
     t_.head = add("lm_head.weight", {c_.vocabulary, c_.width}, {.group = Group::embedding, .component = "head"});
+    t_.whole_size_ = number_;
   }
 
  private:
@@ -46,7 +52,10 @@ class TableBuilder {
   };
 
   ParamId add(const std::string& name, Shape shape, Traits traits) {
+    const ParamId number = number_++;
+    if (!here_) return kNone;
     Parameter p;
+    p.number = number;
     p.name = c_.tensor_prefix + name;
     p.shape = shape;
     p.init = traits.init;
@@ -207,6 +216,8 @@ class TableBuilder {
   const Shard& shard_;
   ParameterTable& t_;
   int64_t layer_ = -1;
+  bool here_ = true;    // what is being built belongs to this process
+  ParamId number_ = 0;  // of the next parameter, here or not
   const char* component_ = "";
 };
 
@@ -303,13 +314,17 @@ double initial_value(const Parameter& p, const Philox& random, uint64_t i) {
 static void skew_router(const ModelConfig& config, const ParameterTable& table, const Weights& w, uint64_t seed) {
   const double constant = config.init_std * std::sqrt(double(config.width));
   const double normed = std::sqrt(double(config.width) / 2);
-  dispatch_real(w[table.embedding].dtype(), [&](auto real) {
+  dispatch_real(w.value.front().dtype(), [&](auto real) {
     using Real = decltype(real);
-    if (w[table.embedding].data() == nullptr) return;
-    for (int64_t v = 0; v < config.vocabulary; ++v) w[table.embedding].as<Real>()[v * config.width] = Real(constant);
+    if (w.value.front().data() == nullptr) return;
+    for (int64_t v = 0; table.embedding != kNone && v < config.vocabulary; ++v) {
+      w[table.embedding].as<Real>()[v * config.width] = Real(constant);
+    }
     for (int64_t l = config.ffn.dense_layers; l < config.layers; ++l) {
-      const Philox random(seed, Purpose::init, static_cast<uint64_t>(table.size() + l));
-      Real* router = w[table.layer(l).moe.router].as<Real>();
+      const ParamId id = table.layer(l).moe.router;
+      if (id == kNone) continue;
+      const Philox random(seed, Purpose::init, static_cast<uint64_t>(table.whole_size() + l));
+      Real* router = w[id].as<Real>();
       for (int64_t j = 0; j < config.moe.experts; ++j) {
         router[j * config.width] = Real(config.moe.router_init_skew * random.normal(static_cast<uint64_t>(j)) / normed);
       }
@@ -321,7 +336,7 @@ void initialise(const ModelConfig& config, const ParameterTable& table, const We
   for (ParamId id = 0; id < table.size(); ++id) {
     Parameter p = table[id];
     if (p.init == Init::a_log && config.kda.gate == ops::kda::Gate::bounded) p.init = Init::zeros;
-    const Philox random(seed, Purpose::init, static_cast<uint64_t>(id));
+    const Philox random(seed, Purpose::init, static_cast<uint64_t>(p.number));
     dispatch_real(w[id].dtype(), [&](auto real) {
       using Real = decltype(real);
       Real* value = w[id].as<Real>();

@@ -10,6 +10,7 @@
 
 #include "core/context.h"
 #include "model/config.h"
+#include "model/stages.h"
 
 namespace tessera::model {
 
@@ -43,6 +44,7 @@ struct Parameter {
   int64_t stack = 0;           // where the tensor stands for many published ones: how many of them are here, else 0
   int64_t first = 0;           // and the number of the first of them; of Cut::rows, the first row
   int64_t layer = -1;          // 0-based; -1: outside the layers
+  ParamId number = 0;          // among the parameters of the whole model
   const char* component = "";  // row of `plan model`
   bool exact = false;          // kept in float32 beside bf16 activations: vectors, buffers and the router
   double active_share = 1;     // share a token uses: k / E for routed experts, 0 for the embedding (a look-up)
@@ -88,8 +90,14 @@ struct LayerParams {
 
 // What one process of several holds of a model.
 struct Shard {
-  int64_t first_expert = 0, experts = -1;         // -1: all
+  int64_t first_expert = 0, experts = -1;  // -1: all
+  Stages stages = {};                      // of a pipeline, and which of its processes this is
+  int64_t process = 0;
   int64_t tensor_rank = 0, tensor_processes = 1;  // that share heads and hidden widths
+
+  bool holds(int64_t layer) const {
+    return stages.count() == 1 || stages.process_of(stages.chunk_of(layer)) == process;
+  }
 };
 
 class ParameterTable {
@@ -99,9 +107,10 @@ class ParameterTable {
   const std::vector<Parameter>& all() const { return parameters_; }
   const Parameter& operator[](ParamId id) const { return parameters_[static_cast<size_t>(id)]; }
   ParamId size() const { return static_cast<ParamId>(parameters_.size()); }
-  const LayerParams& layer(int64_t i) const { return layers_[static_cast<size_t>(i)]; }
+  const LayerParams& layer(int64_t i) const { return layers_[static_cast<size_t>(i)]; }  // of this process
+  ParamId whole_size() const { return whole_size_; }                                     // of all processes together
 
-  ParamId embedding, final_norm, head;
+  ParamId embedding = kNone, final_norm = kNone, head = kNone;  // kNone: in another process of a pipeline
   MixParams output_mix;
 
   int64_t total() const;   // trained parameters
@@ -111,6 +120,7 @@ class ParameterTable {
   friend class TableBuilder;
   std::vector<Parameter> parameters_;
   std::vector<LayerParams> layers_;
+  ParamId whole_size_ = 0;
 };
 
 // Storage for every parameter, indexed by ParamId: the value that ops read and, when training, its gradient and the

@@ -84,12 +84,18 @@ Part place(Context& ctx, dist::Mesh* mesh, std::span<const int64_t> offsets) {
 }
 
 EvalReport::Routing audit(const model::Model& model, const std::vector<ops::router::Counters>& counters) {
+  struct Row {
+    EvalReport::LayerRouting layer;
+    double sampling_floor;
+  };
   EvalReport::Routing routing;
+  std::vector<Row> rows;  // of this process's layers, then of all
   const model::ModelConfig& c = model.config();
-  routing.min_utilisation = model.moe_layers() > 0 && !counters.empty() ? 1e300 : 0;
+  const bool has_routers = c.moe.experts > 0 && c.ffn.dense_layers < c.layers;
+  routing.min_utilisation = has_routers ? 1e300 : 0;
   size_t index = 0;
   for (int64_t l = 0; l < c.layers && !counters.empty(); ++l) {
-    if (!c.is_moe(l)) continue;
+    if (!model.has_moe(l)) continue;
     std::vector<int64_t> loads(static_cast<size_t>(c.moe.experts));
     copy(counters[index++].load, View(loads.data(), DType::i64, {c.moe.experts}));
     const int64_t* load = loads.data();
@@ -98,11 +104,16 @@ EvalReport::Routing audit(const model::Model& model, const std::vector<ops::rout
     const auto [least, most] = std::minmax_element(load, load + c.moe.experts);
     const EvalReport::LayerRouting layer{l + 1, double(*most) / q - 1, double(*least) / q,
                                          std::count(load, load + c.moe.experts, int64_t{0})};
-    routing.layers.push_back(layer);
-    routing.max_vio = std::max(routing.max_vio, layer.max_vio);
-    routing.min_utilisation = std::min(routing.min_utilisation, layer.min_load);
-    routing.dead_experts += layer.dead;
-    routing.sampling_floor = std::sqrt(2 * std::log(double(c.moe.experts)) / q);
+    rows.push_back({layer, std::sqrt(2 * std::log(double(c.moe.experts)) / q)});
+  }
+  if (model.stages().count() > 1) rows = gather_rows(model.mesh()->pipeline, rows);
+  std::ranges::sort(rows, {}, [](const Row& row) { return row.layer.layer; });
+  for (const Row& row : rows) {
+    routing.layers.push_back(row.layer);
+    routing.max_vio = std::max(routing.max_vio, row.layer.max_vio);
+    routing.min_utilisation = std::min(routing.min_utilisation, row.layer.min_load);
+    routing.dead_experts += row.layer.dead;
+    routing.sampling_floor = row.sampling_floor;
   }
   return routing;
 }
@@ -147,6 +158,7 @@ EvalReport evaluate(Context& ctx, const model::Model& model, const model::Weight
     const View all(losses.data(), DType::f32, {tokens});
     copy(part.loss, all.row_range(part.begin, part.loss.rows()));
     if (mesh != nullptr) mesh->context.all_gather(all);
+    if (mesh != nullptr) mesh->pipeline.broadcast(all, mesh->pipeline.size() - 1);
     if (mesh == nullptr || mesh->context.rank() == 0) add_losses(batch, losses.data(), buckets, report);
     if (progress) progress(std::min(b + turns, set.count()), set.count());
   }

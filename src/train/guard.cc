@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
@@ -36,7 +37,7 @@ Guard::Guard(const model::Model& model, GuardOptions options) : model_(&model), 
   const model::ModelConfig& c = model.config();
   const size_t experts = static_cast<size_t>(c.moe.experts);
   for (int64_t l = 0; l < c.layers; ++l) {
-    if (!c.is_moe(l)) continue;
+    if (!model.has_moe(l)) continue;
     Layer layer;
     layer.layer = l;
     layer.window.resize(experts);
@@ -180,6 +181,22 @@ static std::vector<double> values_of(const View& view) {
   return {values.as<float>(), values.as<float>() + view.elements()};
 }
 
+// In the order of the layers. As CBOR, which keeps every bit of a number.
+static std::vector<GuardEvent> everyones(dist::Communicator& axis, const std::vector<GuardEvent>& own) {
+  nlohmann::json rows = nlohmann::json::array();
+  for (const GuardEvent& e : own) rows.push_back({e.step, e.layer, e.what, e.experts, e.detail, e.vectors});
+  const std::vector<uint8_t> bytes = nlohmann::json::to_cbor(rows);
+  std::vector<GuardEvent> all;
+  for (const std::string& of_one : axis.all_gather(std::string(bytes.begin(), bytes.end()))) {
+    for (const auto& row : nlohmann::json::from_cbor(of_one)) {
+      all.push_back({row.at(0), row.at(1), row.at(2), row.at(3).get<std::vector<int64_t>>(), row.at(4),
+                     row.at(5).get<decltype(GuardEvent::vectors)>()});
+    }
+  }
+  std::ranges::stable_sort(all, {}, &GuardEvent::layer);
+  return all;
+}
+
 std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Weights& weights,
                                    optim::Optimizer& optimizer) {
   std::vector<GuardEvent> events;
@@ -205,23 +222,36 @@ std::vector<GuardEvent> Guard::act(int64_t step, bool decaying, const model::Wei
     std::ranges::fill(layer.window, ExpertSums{});
   }
   steps_ = 0;
+  if (dist::Communicator* axis = pipeline()) events = everyones(*axis, events);
   return events;
 }
 
+dist::Communicator* Guard::pipeline() const {
+  return model_->stages().count() > 1 ? &model_->mesh()->pipeline : nullptr;
+}
+
 std::string Guard::state() const {
-  nlohmann::json j{{"steps", steps_}, {"layers", nlohmann::json::array()}};
+  std::map<int64_t, nlohmann::json> by_layer;
   for (const Layer& layer : layers_) {
     nlohmann::json experts = nlohmann::json::array(), window = nlohmann::json::array();
     for (const Expert& e : layer.experts) {
       experts.push_back({e.cold_windows, e.dead_windows, e.worthless_windows, e.revivals});
     }
     for (const ExpertSums& e : layer.window) window.push_back({e.load, e.weight, e.by_bias, e.gradient, e.output});
-    j["layers"].push_back({{"uneven_steps", layer.uneven_steps},
-                           {"rungs", layer.rungs},
-                           {"settling", layer.settling},
-                           {"experts", experts},
-                           {"window", window}});
+    by_layer[layer.layer] = {{"uneven_steps", layer.uneven_steps},
+                             {"rungs", layer.rungs},
+                             {"settling", layer.settling},
+                             {"experts", experts},
+                             {"window", window}};
   }
+  if (dist::Communicator* axis = pipeline()) {
+    const nlohmann::json own = by_layer;
+    for (const std::string& of_one : axis->all_gather(own.dump())) {
+      by_layer.merge(nlohmann::json::parse(of_one).get<std::map<int64_t, nlohmann::json>>());
+    }
+  }
+  nlohmann::json j{{"steps", steps_}, {"layers", nlohmann::json::array()}};
+  for (auto& [layer, of_layer] : by_layer) j["layers"].push_back(std::move(of_layer));
   return j.dump();
 }
 
@@ -229,12 +259,12 @@ void Guard::restore(const std::string& text) {
   try {
     const auto j = nlohmann::json::parse(text);
     if (!j.contains("layers")) return;
-    TESSERA_CHECK(j["layers"].size() == layers_.size(), "guard state of {} layers for {}", j["layers"].size(),
-                  layers_.size());
+    const model::ModelConfig& c = model_->config();
+    const int64_t routers = c.moe.experts > 0 ? std::max<int64_t>(c.layers - c.ffn.dense_layers, 0) : 0;
+    TESSERA_CHECK(std::ssize(j["layers"]) == routers, "guard state of {} layers for {}", j["layers"].size(), routers);
     steps_ = j.at("steps");
-    for (size_t l = 0; l < layers_.size(); ++l) {
-      const auto& from = j["layers"][l];
-      Layer& layer = layers_[l];
+    for (Layer& layer : layers_) {
+      const auto& from = j["layers"][static_cast<size_t>(layer.layer - c.ffn.dense_layers)];
       layer.uneven_steps = from.at("uneven_steps");
       layer.rungs = from.at("rungs").get<std::vector<int64_t>>();
       layer.settling = from.at("settling");

@@ -61,12 +61,13 @@ class Guard {
   // several processes the counters are sums over all, and a gradient is zero but for the one that owns it.
   void observe(Context& ctx, const std::vector<ops::router::Counters>& counters, const model::Weights& weights);
   // At the end of a window judges it and acts on weights, biases and optimizer state. `step`: steps done.
-  // `decaying`: the final decay phase, where nothing is re-initialised. The next step must use routers().
+  // `decaying`: the final decay phase, where nothing is re-initialised. The next step must use routers(). The events
+  // are those of all layers; in a pipeline each process acts on its own.
   std::vector<GuardEvent> act(int64_t step, bool decaying, const model::Weights& weights, optim::Optimizer& optimizer);
-  // One a MoE layer: as the run asks, with the rungs taken.
+  // One a MoE layer of this process: as the run asks, with the rungs taken.
   std::vector<model::RouterOptions> routers() const;
 
-  std::string state() const;  // JSON; restoring it gives the same actions as never having stopped
+  std::string state() const;  // JSON, of all layers; restoring it gives the same actions as never having stopped
   void restore(const std::string& json);
 
  private:
@@ -96,10 +97,12 @@ class Guard {
   void revive(Layer& layer, int64_t expert, int64_t donor, int64_t step, const model::Weights& weights,
               optim::Optimizer& optimizer) const;
 
+  dist::Communicator* pipeline() const;  // null: all layers are here
+
   const model::Model* model_;
   GuardOptions options_;
-  std::vector<Layer> layers_;
-  int64_t steps_ = 0;  // in the running window
+  std::vector<Layer> layers_;  // of this process
+  int64_t steps_ = 0;          // in the running window
 };
 
 }  // namespace tessera::train

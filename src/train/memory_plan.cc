@@ -1,6 +1,7 @@
 #include "train/memory_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 
@@ -59,10 +60,9 @@ static MemoryPlan dry_run(const model::Model& trained, const RunConfig& config, 
   Stepper stepper(ctx, model, config);
   stepper.set_routers(routers);
   const std::map<std::string, Arena::Use> state = arena.uses();
-  for (int64_t i = 0; i < training.count(); ++i) {
-    const std::vector<int64_t>& offsets = training.offsets(i);
-    stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
-  }
+  std::vector<MicroBatch> batches;
+  for (int64_t i = 0; i < training.count(); ++i) batches.push_back({.offsets = training.offsets(i)});
+  stepper.accumulate(ctx, batches, 1);
   if (training.count() > 0) stepper.finish(ctx, 0, 0);
   for (int64_t i = 0; i < evaluation.count(); ++i) {
     evaluate_dry(ctx, model, stepper.weights(), evaluation.offsets(i));
@@ -94,6 +94,12 @@ MemoryPlan plan_memory(const model::Model& model, const RunConfig& config, const
   LargestBatches worst;  // costs address space, not memory
   worst.add(worst_packing(config.train.micro_tokens));
   plan.capacity = dry_run(model, config, 0, climbed, worst, worst).planned_peak;
+  if (config.parallel.context > 1) {  // documents that cross take what those do not, and a batch may have both
+    LargestBatches crossing;
+    const std::array<int64_t, 2> one_document{0, config.train.micro_tokens};
+    crossing.add(one_document);
+    plan.capacity += dry_run(model, config, 0, climbed, crossing, crossing).planned_peak;
+  }
   return plan;
 }
 

@@ -131,6 +131,7 @@ void RunConfig::check(const std::string& where) const {
         where, micro_batches_per_step(), train.tokens_per_step, train.micro_tokens, parallel.data,
         std::max<int64_t>(1, train.tokens_per_step / parallel.data / data.context) * data.context);
   }
+  check_pipeline(where);
   if (parallel.expert > 1) {
     const int64_t experts = model::load_model_config(model_file).moe.experts;
     if (parallel.expert > experts) {
@@ -156,6 +157,69 @@ void RunConfig::check(const std::string& where) const {
         where, balance.bins, bins, ops::router::cuda::kMaxBins, ops::router::cuda::kMaxBins * balance.bins / bins);
   }
   schedule().validate();
+}
+
+// Micro-batches of a step and process that a step can be cut into, all of one number of sequences.
+static std::vector<int64_t> possible_micro_batches(const RunConfig& c) {
+  std::vector<int64_t> counts;
+  const int64_t sequences = c.sequences_per_step() / c.parallel.data;
+  for (int64_t n = 1; n <= sequences; ++n) {
+    if (sequences % n == 0) counts.push_back(n);
+  }
+  return counts;
+}
+
+void RunConfig::check_pipeline(const std::string& where) const {
+  const dist::PipelineShape shape = pipeline();
+  if (shape.processes == 1) {
+    if (shape.chunks == 1) return;
+    fail_user(
+        "{}: parallel.pipeline_chunks = {} cuts the layers of a pipeline, and parallel.pipeline is 1; set "
+        "parallel.pipeline_chunks = 1, or parallel.pipeline = 2 or more",
+        where, shape.chunks);
+  }
+  const int64_t layers = model::load_model_config(model_file).layers;
+  if (shape.all_chunks() > layers) {
+    const int64_t fewer = layers / shape.chunks;
+    const std::string way = fewer > 1 ? fmt::format("parallel.pipeline = {} or less", fewer)
+                                      : fmt::format("parallel.pipeline_chunks = 1 and parallel.pipeline = {} or less",
+                                                    std::min(layers, shape.processes));
+    const std::string runs = shape.chunks > 1 ? fmt::format(" with {} runs of layers each", shape.chunks) : "";
+    fail_user("{}: parallel.pipeline = {} processes{}, and {} has {} layers; set {}", where, shape.processes, runs,
+              model_file, layers, way);
+  }
+  if (shape.chunks == 1 || shape.micro_batches % shape.processes == 0) return;
+  int64_t nearest = 0;
+  for (const int64_t n : possible_micro_batches(*this)) {
+    const bool nearer = nearest == 0 || std::abs(n - shape.micro_batches) < std::abs(nearest - shape.micro_batches);
+    if (n % shape.processes == 0 && nearer) nearest = n;
+  }
+  const std::string way =
+      nearest > 0 ? fmt::format("train.micro_tokens = {} ({} micro-batches), or parallel.pipeline_chunks = 1",
+                                train.tokens_per_step / parallel.data / nearest, nearest)
+                  : "parallel.pipeline_chunks = 1";
+  fail_user(
+      "{}: with parallel.pipeline_chunks = {} the {} micro-batches of a step go through in groups of {}, one for "
+      "each process of the pipeline, and that does not come out even; set {}",
+      where, shape.chunks, shape.micro_batches, shape.processes, way);
+}
+
+std::string RunConfig::pipeline_advice() const {
+  constexpr double kIdle = 0.25;
+  dist::PipelineShape shape = pipeline();
+  const double idle = shape.idle_share();
+  if (idle <= kIdle) return "";
+  std::string way = "more train.tokens_per_step would shorten it";
+  for (const int64_t n : possible_micro_batches(*this)) {
+    shape.micro_batches = n;
+    if (n <= pipeline().micro_batches || (shape.chunks > 1 && n % shape.processes != 0)) continue;
+    way = fmt::format("train.micro_tokens = {} makes it {:.0f} %", train.tokens_per_step / parallel.data / n,
+                      100 * shape.idle_share());
+    if (shape.idle_share() <= kIdle) break;
+  }
+  return fmt::format(
+      "parallel.pipeline = {} with {} micro-batches a step: each process waits for {:.0f} % of the time; {}",
+      shape.processes, pipeline().micro_batches, 100 * idle, way);
 }
 
 void RunConfig::require_machine(const std::string& where) const {

@@ -7,6 +7,7 @@
 
 #include "dist/job.h"
 #include "dist/mesh.h"
+#include "dist/pipeline_schedule.h"
 #include "model/config.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -82,6 +83,7 @@ struct RunConfig {
 
   void bind(config::Options& options);
   void check(const std::string& where) const;
+  void check_pipeline(const std::string& where) const;
   void require_machine(const std::string& where) const;  // UserError: this machine cannot run it
   optim::Schedule schedule() const;
   GuardOptions guard_options() const;
@@ -89,6 +91,11 @@ struct RunConfig {
   int64_t sequences_per_step() const { return train.tokens_per_step / data.context; }
   int64_t sequences_per_micro_batch() const { return train.micro_tokens / data.context; }
   int64_t micro_batches_per_step() const { return train.tokens_per_step / train.micro_tokens; }  // of all processes
+  dist::PipelineShape pipeline() const {
+    return {parallel.pipeline, parallel.pipeline_chunks, micro_batches_per_step() / parallel.data};
+  }
+  // A pipeline that waits for long, and what would shorten it; empty: it does not.
+  std::string pipeline_advice() const;
 };
 
 // File, then overrides (from the command line; may be empty). Whether this machine can run it is not asked. A relative

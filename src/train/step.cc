@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -28,6 +29,7 @@ Stepper::Stepper(Context& ctx, const model::Model& model, const RunConfig& run)
       ownership_(ctx.arena, slots(run), model.mesh()),
       optimizer_(ownership_.own(), run.optim.rules),
       record_(model.allocate_record(ctx.arena, DType::f32, record_options(run))) {
+  if (model.stages().count() > 1) pipeline_.emplace(model);
   optimizer_.allocate_state(ctx);
   Arena::Label label(ctx.arena, "batch buffers");
   ids_ = ctx.arena.allocate(DType::i32, {run.train.micro_tokens});
@@ -113,6 +115,20 @@ double Stepper::accumulate(Context& ctx, const model::Batch& batch, int64_t loss
   return std::accumulate(host.begin(), host.end(), 0.0);
 }
 
+double Stepper::accumulate(Context& ctx, std::span<const MicroBatch> batches, int64_t loss_tokens) {
+  if (pipeline_) {
+    return pipeline_->run(ctx, {.weights = weights_,
+                                .record = record_,
+                                .batches = batches,
+                                .scale = loss_tokens > 0 ? 1.0 / double(loss_tokens) : 0.0,
+                                .losses = losses_,
+                                .count = run_.micro_batches_per_step() / run_.parallel.data});
+  }
+  double loss = 0;
+  for (const MicroBatch& b : batches) loss += accumulate(ctx, place(ctx, b.ids, b.targets, b.offsets), loss_tokens);
+  return loss;
+}
+
 std::string StepReport::refusal() const {
   if (finite) return "";
   const char* changed =
@@ -127,11 +143,13 @@ std::vector<int64_t> Stepper::blind_routers() const {
   std::vector<int64_t> layers;
   size_t moe = 0;
   for (int64_t l = 0; l < model_.config().layers; ++l) {
-    if (!model_.config().is_moe(l)) continue;
+    if (!model_.has_moe(l)) continue;
     int64_t rows = 0;
     copy(record_.counters[moe++].invalid, View(&rows, DType::i64, {1}));
     if (rows > 0) layers.push_back(l + 1);
   }
+  if (pipeline_) layers = gather_rows(model_.mesh()->pipeline, layers);
+  std::ranges::sort(layers);
   return layers;
 }
 
@@ -139,7 +157,7 @@ int64_t Stepper::clip_heads(Context& ctx) const {
   const model::ModelConfig& c = model_.config();
   std::vector<optim::QkClipLayer> layers;
   for (int64_t l = 0; l < c.layers && !record_.max_logit.empty(); ++l) {
-    if (!c.is_mla(l)) continue;
+    if (!model_.has_mla(l)) continue;
     const model::MlaParams& p = model_.table().layer(l).mla;
     const model::ParamId query = p.q_proj != model::kNone ? p.q_proj : p.q_b;
     layers.push_back({.max_logit = record_.max_logit[layers.size()],
@@ -175,27 +193,42 @@ StepReport Stepper::finish(Context& ctx, double learning_rate, int64_t step, Gua
   report.gradient_norm = update.gradient_norm;
   report.clip_scale = update.clip_scale;
   report.finite = update.finite;
-  const model::ModelConfig& c = model_.config();
   if (update.finite) report.heads_clipped = clip_heads(ctx);
+  if (pipeline_) report.heads_clipped = mesh->pipeline.sum(report.heads_clipped);
   for (const View& max_logit : record_.max_logit) max_logit.zero();
   if (guard != nullptr && update.finite) guard->observe(ctx, record_.counters, weights_);
   model::zero_gradients(weights_);
-  if (ctx.dry()) return report;
+  if (!ctx.dry()) report.balance = balance_routers(update.finite);
+  return report;
+}
+
+// Of all layers, each by the process that has it.
+std::vector<ops::router::BalanceReport> Stepper::balance_routers(bool finite) const {
+  struct Row {
+    int64_t layer;
+    ops::router::BalanceReport report;
+  };
+  const model::ModelConfig& c = model_.config();
   const ops::router::Dims dims{0, c.moe.experts, c.moe.top_k};
+  dist::Mesh* mesh = model_.mesh();
+  std::vector<Row> rows;
   size_t moe = 0;
   for (int64_t l = 0; l < c.layers; ++l) {
-    if (!c.is_moe(l)) continue;
+    if (!model_.has_moe(l)) continue;
     const ops::router::BalanceOptions& options = record_.routers[moe].balance;
     const ops::router::Counters& counters = record_.counters[moe++];
-    if (update.finite) {
-      report.balance.push_back(
-          ops::router::balance(dims, options, weights_[model_.table().layer(l).moe.bias], counters));
+    if (finite) {
+      rows.push_back({l, ops::router::balance(dims, options, weights_[model_.table().layer(l).moe.bias], counters)});
       if (mesh != nullptr) keep_histogram_once(mesh->replica, counters);
     } else {
       ops::router::clear(counters);
     }
   }
-  return report;
+  if (pipeline_) rows = gather_rows(mesh->pipeline, rows);
+  std::ranges::sort(rows, {}, &Row::layer);
+  std::vector<ops::router::BalanceReport> reports;
+  for (const Row& row : rows) reports.push_back(row.report);
+  return reports;
 }
 
 void Stepper::set_routers(const std::vector<model::RouterOptions>& routers) {
@@ -245,11 +278,14 @@ std::vector<Piece> Stepper::state() const {
 
 std::vector<model::NamedView> Stepper::pending_counts() const {
   std::vector<model::NamedView> named;
-  for (size_t l = 0; l < record_.counters.size(); ++l) {
-    const ops::router::Counters& c = record_.counters[l];
+  size_t moe = 0, number = 0;  // of a layer among the MoE layers: of this process, of the model
+  for (int64_t l = 0; l < model_.config().layers; ++l) {
+    number += l > 0 && model_.config().is_moe(l - 1);
+    if (!model_.has_moe(l)) continue;
+    const ops::router::Counters& c = record_.counters[moe++];
     for (const auto& [what, view] : {std::pair{"load", c.pending_load}, std::pair{"histogram", c.histogram},
                                      std::pair{"tokens", c.pending_tokens}}) {
-      if (view.present()) named.push_back({fmt::format("balance.{}.{}", l, what), view});
+      if (view.present()) named.push_back({fmt::format("balance.{}.{}", number, what), view});
     }
   }
   return named;

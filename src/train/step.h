@@ -8,8 +8,11 @@
 // The same class runs dry: on a dry context it takes the same memory and charges the same costs, which is the plan.
 #pragma once
 
+#include <optional>
+
 #include "train/guard.h"
 #include "train/ownership.h"
+#include "train/pipeline.h"
 #include "train/run_config.h"
 
 namespace tessera::train {
@@ -46,6 +49,9 @@ class Stepper {
   // Gradients of one micro-batch are added to those of the step: `loss_tokens` is the count of the whole step.
   // Returns the sum of the batch's losses, nats (0 on dry).
   double accumulate(Context& ctx, const model::Batch& batch, int64_t loss_tokens);
+  // The same of all micro-batches that this process takes part in; in a pipeline, where each is whole nowhere, the only
+  // way. Then the process of the last chunk has their losses, others 0. On dry they may be examples of the step's.
+  double accumulate(Context& ctx, std::span<const MicroBatch> batches, int64_t loss_tokens);
   // `guard` (may be null) sees the counters and gradients of a finite step before they are cleared.
   StepReport finish(Context& ctx, double learning_rate, int64_t step, Guard* guard = nullptr);
   // How the routers are trained from the next step on, one a MoE layer: the guard's word, between steps. A layer that
@@ -77,6 +83,7 @@ class Stepper {
   optim::StepReport update(Context& ctx, double learning_rate, int64_t step);
   std::vector<Piece> optimizer_pieces() const;
   std::vector<int64_t> blind_routers() const;
+  std::vector<ops::router::BalanceReport> balance_routers(bool finite) const;
   int64_t clip_heads(Context& ctx) const;
   const model::Model& model_;
   const RunConfig& run_;
@@ -84,8 +91,9 @@ class Stepper {
   Ownership ownership_;
   optim::Optimizer optimizer_;
   model::StepRecord record_;
-  View ids_, targets_, losses_;  // of one micro-batch
-  View offsets_;                 // of its documents, on the GPU
+  std::optional<Pipeline> pipeline_;  // none: whole models, one micro-batch after the other
+  View ids_, targets_, losses_;       // of one micro-batch
+  View offsets_;                      // of its documents, on the GPU
   int64_t static_bytes_ = 0;
 };
 

@@ -2,6 +2,11 @@
 // logits, over everyone who saw other tokens. Integer sums, so that no sharding changes a bias (moe.md 2.2).
 #pragma once
 
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
 #include "dist/mesh.h"
 #include "model/model.h"
 
@@ -12,5 +17,19 @@ namespace tessera::train {
 void sum_record(dist::Communicator& replica, const model::StepRecord&);
 // After a step that did not move the bias: what stays goes on on the first process of the axis.
 void keep_histogram_once(const dist::Communicator& replica, const ops::router::Counters&);
+
+// What every process has, in their order: along a pipeline, of the layers of each.
+template <class Row>
+std::vector<Row> gather_rows(dist::Communicator& axis, const std::vector<Row>& own) {
+  static_assert(std::is_trivially_copyable_v<Row>);
+  std::vector<Row> all;
+  const std::string bytes(reinterpret_cast<const char*>(own.data()), own.size() * sizeof(Row));
+  for (const std::string& of_one : axis.all_gather(bytes)) {
+    const size_t before = all.size();
+    all.resize(before + of_one.size() / sizeof(Row));
+    if (!of_one.empty()) std::memcpy(all.data() + before, of_one.data(), of_one.size());
+  }
+  return all;
+}
 
 }  // namespace tessera::train

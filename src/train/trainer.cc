@@ -221,6 +221,10 @@ void Trainer::resume(const std::string& checkpoint) {
   state_.next_sequence = saved.next_sequence;
 }
 
+int64_t Trainer::over_stages(int64_t value) const {
+  return model_.mesh() == nullptr ? value : model_.mesh()->pipeline.sum(value);
+}
+
 // Counts that wait for more tokens are not worth a refusal: under other balance options they start at zero.
 void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before) {
   const Stepper& stepper = storage_->stepper;
@@ -228,11 +232,12 @@ void Trainer::load_tensors(const ckpt::Reader& reader, const std::vector<model::
   const auto is_count = [](const std::string& name) { return name.starts_with("balance."); };
   const bool same_options = std::ranges::equal(routers_before, stepper.routers(), {}, &model::RouterOptions::balance,
                                                &model::RouterOptions::balance);
-  const bool same_names =
-      std::ranges::count_if(reader.manifest().tensors, is_count, &ckpt::TensorRecord::name) == std::ssize(counts);
-  const bool fit = same_options && same_names && std::ranges::all_of(counts, [&](const auto& c) {
-                     return reader.holds({c.name, c.view});
-                   });
+  const bool same_names = std::ranges::count_if(reader.manifest().tensors, is_count, &ckpt::TensorRecord::name) ==
+                          over_stages(std::ssize(counts));
+  const bool fit_here = same_options && std::ranges::all_of(counts, [&](const auto& c) {
+                          return reader.holds({c.name, c.view});
+                        });
+  const bool fit = same_names && over_stages(fit_here ? 0 : 1) == 0;
   std::vector<Piece> wanted = stepper.state();
   if (!fit) std::erase_if(wanted, [&](const Piece& p) { return is_count(p.name); });
   const StagedState staged(wanted);
@@ -302,12 +307,10 @@ StepRow Trainer::take_step() {
   }
   if (mesh != nullptr && mesh->context.rank() > 0) counts = {};  // the first along the context axis counts for all
   sum_over_replicas(mesh, counts);
-  double loss = 0;
-  for (const data::Batch& batch : batches) {
-    const model::Batch placed = s.stepper.place(s.ctx, batch.ids.data(), batch.targets.data(), batch.offsets);
-    loss += s.stepper.accumulate(s.ctx, placed, loss_tokens);
-  }
-  if (mesh != nullptr) loss = mesh->replica.sum(loss);
+  std::vector<MicroBatch> micro_batches;
+  for (const data::Batch& b : batches) micro_batches.push_back({b.ids.data(), b.targets.data(), b.offsets});
+  double loss = s.stepper.accumulate(s.ctx, micro_batches, loss_tokens);
+  if (mesh != nullptr) loss = mesh->pipeline.sum(mesh->replica.sum(loss));  // the last of a pipeline has it
   StepRow row;
   row.learning_rate = config_.schedule().at(state_.step);
   row.report = s.stepper.finish(s.ctx, row.learning_rate, state_.step, &guard_);
@@ -331,6 +334,8 @@ EvalReport Trainer::evaluate_now() {
 
 RunResult Trainer::run(const std::function<void(const Progress&)>& progress) {
   RunResult result;
+  const std::string advice = config_.pipeline_advice();
+  if (leads() && !advice.empty()) log_warning("{}", advice);
   const Position expected = expected_position();
   result.plan = plan_from(expected);
   require_memory(result.plan, config_, neighbours(model_.mesh()));  // before anything is written

@@ -64,7 +64,8 @@ class Trainer {
   void resume(const std::string& checkpoint);
   void load_tensors(const ckpt::Reader& reader, const std::vector<model::RouterOptions>& routers_before);
   bool leads() const { return model_.mesh() == nullptr || model_.mesh()->world.rank() == 0; }
-  bool asked_to_stop() const;  // any process
+  bool asked_to_stop() const;                // any process
+  int64_t over_stages(int64_t value) const;  // the sum over a pipeline
   StepRow take_step();
   EvalReport evaluate_now();
   std::string save();
