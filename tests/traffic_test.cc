@@ -73,6 +73,15 @@ TEST_F(TrafficOfRun, IsWhatTheFormulasGive) {
                   {"world", "replica", "expert", "expert replica", "context"});
 }
 
+TEST_F(TrafficOfRun, IsWhatTheFormulasGiveWhereTheModelIsCut) {
+  expect_formulas(run({.tensor = 2}, "t2"), {"world", "tensor"});
+  expect_formulas(run({.data = 2, .tensor = 2}, "d2t2"), {"world", "replica", "expert replica", "tensor"});
+  expect_formulas(run({.pipeline = 2}, "p2"), {"world", "pipeline"});
+  expect_formulas(run({.data = 2, .pipeline = 2}, "d2p2"), {"world", "replica", "expert replica", "pipeline"});
+  expect_formulas(run({.context = 2, .pipeline = 2}, "c2p2"),
+                  {"world", "replica", "expert replica", "context", "pipeline"});
+}
+
 TEST_F(TrafficOfRun, LayersThatAreMadeAgainExchangeAgain) {
   const dist::Layout layout{.data = 2, .expert = 2, .context = 2};
   const auto kept = run(layout, "kept"), again = run(layout, "again", [](auto&c) { c.train.recompute_all = true; });

@@ -97,6 +97,7 @@ class Model {
   class Flight;
   const Stages& stages() const { return shard_.stages; }
   std::shared_ptr<Flight> start(const Batch&) const;
+  std::vector<int64_t> entering(int64_t chunk) const;  // streams that its process lacks, by sublayer
   // Room for the streams that its process must get from the chunk before; none for the first chunk.
   std::vector<View> enter(Context& kept, const Weights&, Flight&, int64_t chunk) const;
   void forward(Context& ctx, Context& kept, const Weights&, Flight&, int64_t chunk, StepRecord*) const;
@@ -119,7 +120,6 @@ class Model {
   LayerContext layer_context(Context&, const Weights&, const Batch&) const;
   int64_t sublayers() const { return 2 * config_.layers; }
   bool is_last(int64_t chunk) const { return chunk + 1 == stages().count(); }
-  std::vector<int64_t> entering(int64_t chunk) const;            // streams, by sublayer
   bool starts_block(int64_t s) const;                            // P is closed as a block before sublayer s
   std::vector<View> sources(const Residuals&, int64_t s) const;  // what sublayer s reads: blocks, then P
   size_t moe_index(int64_t layer) const;                         // among those of this process

@@ -46,10 +46,14 @@ class Flows {
   std::vector<Flow> all(const std::vector<model::RouterOptions>& routers,
                         std::span<const std::vector<int64_t>> micro_batches) {
     parameters();
+    cut_parameters();
     counts(routers);
     for (const std::vector<int64_t>& offsets : micro_batches) {
       const model::ContextShard shard(mesh_.context, offsets);
-      experts(double(shard.tokens(shard.rank())));
+      const double tokens = double(shard.tokens(shard.rank()));
+      experts(tokens);
+      heads(tokens);
+      streams(tokens);
       if (mesh_.context.alone()) continue;
       if (shard.any_crosses()) states();
       latents(shard);
@@ -102,6 +106,22 @@ class Flows {
     send_each(axis, "parameters", copies > 0 ? 2 * buckets : buckets, share * (elements * kReal + copies * kHalf));
   }
 
+  // Between the parts of heads and hidden widths: sums of what all of them use, and whole matrices for their updates.
+  // Each replica does its share of both.
+  void cut_parameters() {
+    const dist::Communicator& axis = mesh_.tensor;
+    if (axis.alone()) return;
+    double partial = 0, through = 0, through_copies = 0;
+    for (const model::Parameter& p : model_.table().all()) {
+      const double n = double(p.elements()) / double(mesh_.replica.size());
+      if (p.cut == model::Cut::partial) partial += n;
+      if (p.cut_through) through += n;
+      if (p.cut_through && run_.device == Device::cuda && !p.exact) through_copies += n;
+    }
+    all_reduce(axis, "gradients", partial * kReal);
+    send_each(axis, "parts of matrices", 3, (3 * through * kReal + through_copies * kHalf) / double(axis.size()));
+  }
+
   // Of the routers, the guard, the loss and the gradient norm.
   void counts(const std::vector<model::RouterOptions>& routers) {
     const double experts = double(c_.moe.experts), layers = double(routers.size());
@@ -113,7 +133,8 @@ class Flows {
     all_reduce(mesh_.replica, "counts", layers * of_layer + bins * experts * kIndex);
     if (run_.guard.on) all_reduce(mesh_.replica, "counts", layers * 3 * experts * kCount);
     all_reduce(mesh_.replica, "counts", 3 * kCount);  // tokens and bytes of text
-    const double largest_logits = run_.optim.qk_clip > 0 ? double(model_.mla_layers() * c_.mla.heads) * kReal : 0;
+    const double largest_logits =
+        run_.optim.qk_clip > 0 ? double(model_.mla_layers() * c_.mla.heads / mesh_.tensor.size()) * kReal : 0;
     send_each(mesh_.replica, "counts", 2, largest_logits + kCount);
     send_each(mesh_.world, "gradient norm", 1, kCount);
   }
@@ -124,7 +145,7 @@ class Flows {
     const dist::ExpertRanges ranges{c_.moe.experts, axis.size()};
     const double row = double(c_.expert_width()) * activation_, choices = double(c_.moe.top_k);
     for (int64_t l = 0; l < c_.layers && !axis.alone(); ++l) {
-      if (!c_.is_moe(l)) continue;
+      if (!model_.has_moe(l)) continue;
       const double times = forwards_of(model_, l);
       const double of_row = times * (2 * row + choices * (kIndex + kReal)) + 2 * row + choices * kReal;
       const auto rows_to = [&](int r) { return tokens * (1 - misses(c_.moe.experts, ranges.count(r), c_.moe.top_k)); };
@@ -136,12 +157,38 @@ class Flows {
     }
   }
 
+  // One sum of the rows forward and one backward in each sublayer that is cut.
+  void heads(double tokens) {
+    for (int64_t l = 0; l < c_.layers && !mesh_.tensor.alone(); ++l) {
+      if (!model_.holds(l)) continue;
+      const double sublayers = c_.is_moe(l) && c_.moe.shared == 0 ? 1 : 2;
+      for (int pass = 0; pass < 2; ++pass) {
+        all_reduce(mesh_.tensor, "rows of heads", sublayers * tokens * double(c_.width) * activation_);
+      }
+    }
+  }
+
+  // To the next run of layers what it lacks, and the gradients of what came to the one before.
+  void streams(double tokens) {
+    const model::Stages& stages = model_.stages();
+    const int here = mesh_.pipeline.rank(), processes = mesh_.pipeline.size();
+    for (int64_t chunk = here; chunk < stages.count() && processes > 1; chunk += processes) {
+      const auto pass = [&](int64_t entered, int to) {
+        const double bytes = double(std::ssize(model_.entering(entered))) * tokens * double(c_.width) * activation_;
+        send(mesh_.pipeline, "streams", 1, [&](int r) { return r == to ? bytes : 0; });
+      };
+      if (chunk + 1 < stages.count()) pass(chunk + 1, (here + 1) % processes);
+      if (chunk > 0) pass(chunk, (here + processes - 1) % processes);
+    }
+  }
+
   void states() {
     const auto& k = c_.kda;
-    const double map = double(k.heads * k.head_dim * 2 * k.head_dim) * kReal;
-    const double windows = 3 * double((k.conv_width - 1) * k.heads * k.head_dim) * activation_;
+    const int64_t heads = k.heads / mesh_.tensor.size();
+    const double map = double(heads * k.head_dim * 2 * k.head_dim) * kReal;
+    const double windows = 3 * double((k.conv_width - 1) * heads * k.head_dim) * activation_;
     for (int64_t l = 0; l < c_.layers; ++l) {
-      if (c_.is_mla(l)) continue;
+      if (c_.is_mla(l) || !model_.holds(l)) continue;
       const double times = forwards_of(model_, l) + 1;  // backward moves as much the other way
       send_each(mesh_.context, "KDA states", times, times * map);
       send_each(mesh_.context, "convolution windows", 3 * times, times * windows);
@@ -153,7 +200,7 @@ class Flows {
     const int self = shard.rank();
     const double width = double(c_.mla.kv_rank + c_.mla.rope_dim) * activation_;
     for (int64_t l = 0; l < c_.layers; ++l) {
-      if (!c_.is_mla(l)) continue;
+      if (!model_.has_mla(l)) continue;
       const double times = forwards_of(model_, l);
       send(mesh_.context, "MLA latents", 1, [&](int r) {
         return r > self ? times * width * double(read_by(shard, r, self)) : width * double(read_by(shard, self, r));

@@ -10,7 +10,9 @@
 //   a token's row to the processes of its experts   X a layer         X = sum over others of 1 - C(E - E_r, k) / C(E,
 //   k) KDA, where a document crosses a cut             (n - 1) H K (K + V) 4 B each way, whatever the length;
 //   convolutions MLA                                             the latents of a document's earlier tokens, and their
-//   gradients
+//   gradients rows out of layers whose heads are cut        2 (n - 1) / n V     V = T D elements, forward and backward;
+//   and once a step the parts of matrices to who updates them  3 (n - 1) / n V   gradients, values, and values back
+//   between runs of layers of a pipeline            T D elements for each stream that enters one, and back
 //
 // X is what evenly random choices of k of E experts give. A run counts the rows it really sends: its bytes are held
 // against the formula twice, with X and with those rows, so that an error of the formula cannot pass for imbalance.
