@@ -121,7 +121,10 @@ TEST_F(PlanOfSeveral, LayoutsAreRankedAndLegal) {
   ASSERT_GT(layouts.size(), 4u);
   double seconds = 0;
   for (const json& l : layouts) {
-    EXPECT_EQ(l.at("data").get<int>() * l.at("context").get<int>(), 4);
+    int processes = 1;
+    for (const char* axis : {"data", "context", "pipeline", "tensor"}) processes *= l.at(axis).get<int>();
+    EXPECT_EQ(processes, 4);
+    EXPECT_EQ(l.at("idle_s") > 0, l.at("pipeline") > 1);
     EXPECT_TRUE(l.at("fits").get<bool>());
     EXPECT_GE(l.at("step_s").get<double>(), seconds);
     EXPECT_FALSE(l.at("why").get<std::string>().empty());
@@ -131,6 +134,14 @@ TEST_F(PlanOfSeveral, LayoutsAreRankedAndLegal) {
   EXPECT_TRUE(layouts.at(0).at("why").get<std::string>().starts_with(wins)) << layouts.at(0);
   // Two micro-batches of 512 do not go round four processes; four of 256 do.
   for (const json& l : layouts) EXPECT_EQ(l.at("micro_tokens"), l.at("data") == 4 ? 256 : 512) << l;
+  for (const char* axis : {"expert", "context", "pipeline", "tensor"}) {
+    EXPECT_TRUE(std::ranges::any_of(layouts, [&](const json& l) { return l.at(axis) > 1; })) << axis;
+  }
+}
+
+TEST_F(PlanOfSeveral, HeadsStayInsideANode) {
+  const json plan = plan_json("layout", {"--processes", "4", "--memory", "8", "--parallel.ranks_per_node", "1"});
+  for (const json& l : plan.at("layouts")) EXPECT_EQ(l.at("tensor"), 1) << l;
 }
 
 TEST_F(PlanOfSeveral, LinesGoIntoTheRunFile) {
@@ -168,7 +179,7 @@ TEST_F(PlanOfSeveral, WhatOneProcessCannotHoldIsSharedOut) {
   for (const json& l : plan.at("layouts")) {
     const bool fits = l.at("fits");
     (fits ? fitting : too_large) += 1;
-    EXPECT_TRUE(!fits || l.at("expert") > 1) << l;
+    EXPECT_TRUE(!fits || l.at("expert") > 1 || l.at("pipeline") > 1) << l;
     EXPECT_EQ(fits, !l.at("why").get<std::string>().starts_with("does not fit")) << l;
   }
   EXPECT_GT(fitting, 0);

@@ -79,14 +79,15 @@ std::string count(int64_t n, const char* one, const char* many) { return fmt::fo
 
 void print_plans(const Args& args, const train::RunConfig& config, const train::LayoutPlans& plans,
                  const train::Target& target) {
-  Table table({"data", "expert", "context", "micro tokens", "memory", "inside a node", "across nodes", "a step",
-               "of it exchanges", "why"});
+  Table table({"data", "expert", "context", "pipeline", "tensor", "micro tokens", "memory", "inside a node",
+               "across nodes", "a step", "of it exchanges", "why"});
   const auto bytes = [](double n) { return human_bytes(std::llround(n)); };
   const size_t rows = std::min(kRows, plans.legal.size());
   for (const train::LayoutPlan& p : std::span(plans.legal).first(rows)) {
     table.add({std::to_string(p.layout.data), std::to_string(p.layout.expert), std::to_string(p.layout.context),
-               std::to_string(p.micro_tokens), human_bytes(p.memory.planned_peak), bytes(p.inside), bytes(p.across),
-               human_seconds(p.seconds()), human_seconds(p.exchange_seconds), p.why});
+               std::to_string(p.layout.pipeline), std::to_string(p.layout.tensor), std::to_string(p.micro_tokens),
+               human_bytes(p.memory.planned_peak), bytes(p.inside), bytes(p.across), human_seconds(p.seconds()),
+               human_seconds(p.exchange_seconds), p.why});
   }
   std::string more =
       plans.legal.size() > rows ? fmt::format("and {} more, in --json\n", plans.legal.size() - rows) : "";
@@ -111,6 +112,8 @@ void print_plans_json(const Args& args, const train::LayoutPlans& plans, const t
     layouts.push_back({{"data", p.layout.data},
                        {"expert", p.layout.expert},
                        {"context", p.layout.context},
+                       {"pipeline", p.layout.pipeline},
+                       {"tensor", p.layout.tensor},
                        {"micro_tokens", p.micro_tokens},
                        {"fits", p.fits},
                        {"static_bytes", p.memory.static_bytes},
@@ -119,6 +122,7 @@ void print_plans_json(const Args& args, const train::LayoutPlans& plans, const t
                        {"across_bytes_per_step", p.across},
                        {"step_s", p.seconds()},
                        {"exchange_s", p.exchange_seconds},
+                       {"idle_s", p.idle_seconds},
                        {"why", p.why}});
   }
   print_json({{"processes", args.processes},

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -47,24 +48,45 @@ RunConfig run_on(const RunConfig& run, const dist::Layout& layout) {
   return config;
 }
 
-// Calls f(config) for the legal layouts; what is said of the others.
+// The axes that are tried beside data and context.
+struct Most {
+  int64_t experts = 1, tensor = 1, pipeline = 1;
+};
+
+// Calls f(layout) for every way to write a number of processes as a product of axes.
 template <class F>
-std::vector<std::string> for_each_legal(const RunConfig& run, int64_t processes, int64_t most_experts, F&& f) {
-  std::vector<std::string> refused;
-  for (const int64_t context : divisors(processes)) {
-    for (const int64_t expert : divisors(processes)) {
-      if (expert > most_experts) break;
-      const dist::Layout layout{.data = processes / context, .expert = expert, .context = context};
-      std::optional<RunConfig> config;
-      try {
-        config = run_on(run, layout);
-      } catch (const UserError& error) {
-        refused.push_back(error.what());
-        continue;
+void for_each_layout(int64_t processes, const Most& most, F&& f) {
+  for (const int64_t tensor : divisors(processes)) {
+    for (const int64_t pipeline : divisors(processes / tensor)) {
+      const int64_t replicas = processes / tensor / pipeline;
+      for (const int64_t context : divisors(replicas)) {
+        for (const int64_t expert : divisors(replicas)) {
+          if (expert > most.experts || tensor > most.tensor || pipeline > most.pipeline) continue;
+          f(dist::Layout{.data = replicas / context,
+                         .expert = expert,
+                         .context = context,
+                         .pipeline = pipeline,
+                         .tensor = tensor});
+        }
       }
-      f(*config);
     }
   }
+}
+
+// Calls f(config) for the legal layouts; what is said of the others.
+template <class F>
+std::vector<std::string> for_each_legal(const RunConfig& run, int64_t processes, const Most& most, F&& f) {
+  std::vector<std::string> refused;
+  for_each_layout(processes, most, [&](const dist::Layout& layout) {
+    std::optional<RunConfig> config;
+    try {
+      config = run_on(run, layout);
+    } catch (const UserError& error) {
+      refused.push_back(error.what());
+      return;
+    }
+    f(*config);
+  });
   return refused;
 }
 
@@ -103,7 +125,8 @@ double product_flops(RunConfig run, const model::ModelConfig& shape, const Targe
   Context ctx{Device::dry, arena, &ledger, run.train.product, run.device};
   Stepper stepper(ctx, process.model, run);
   const std::vector<int64_t> offsets = sequences(run);
-  stepper.accumulate(ctx, stepper.place(ctx, nullptr, nullptr, offsets), offsets.back());
+  const MicroBatch example{.offsets = offsets};
+  stepper.accumulate(ctx, std::span(&example, 1), offsets.back());
   const double micro_batch = double(ledger.total().gemm_flops);
   stepper.finish(ctx, 0, 0);
   return double(ledger.total().gemm_flops) + double(micro_batches(run) - 1) * micro_batch;
@@ -121,33 +144,44 @@ class Prices {
     plan.memory = assumed_plan(run).memory;
     plan.fits = plan.memory.fits(target_.usable_bytes);
     plan.product_seconds = products_of(run) / target_.flops_per_s;
-    const DryProcess process(run, shape_, target_, 0);
-    if (process.model.mesh() == nullptr) return plan;
-    const std::vector<std::vector<int64_t>> batches(size_t(micro_batches(run)), sequences(run));
-    const std::vector<model::RouterOptions> routers(size_t(process.model.moe_layers()), {.balance = run.balance});
-    for (const Flow& flow : step_flows(process.model, run, routers, batches)) {
-      plan.inside += double(run.parallel.processes()) * flow.inside;
-      plan.across += double(run.parallel.processes()) * flow.across;
-      plan.exchange_seconds += seconds_of(flow, target_);
-    }
+    plan.idle_seconds = plan.product_seconds * double(run.parallel.pipeline - 1) / double(micro_batches(run));
+    if (run.parallel.processes() == 1) return plan;
+    for (int64_t stage = 0; stage < run.parallel.pipeline; ++stage) add_exchanges(run, stage, plan);
     return plan;
   }
 
  private:
-  // Of the first process or the last, which reads the keys of all others along the context axis.
+  // Of the first process of a stage for all of it, and of the stage that needs longest.
+  void add_exchanges(const RunConfig& run, int64_t stage, LayoutPlan& plan) const {
+    const int64_t processes = run.parallel.processes() / run.parallel.pipeline;
+    const DryProcess process(run, shape_, target_, stage * processes);
+    const std::vector<std::vector<int64_t>> batches(size_t(micro_batches(run)), sequences(run));
+    const std::vector<model::RouterOptions> routers(size_t(process.model.moe_layers()), {.balance = run.balance});
+    double seconds = 0;
+    for (const Flow& flow : step_flows(process.model, run, routers, batches)) {
+      plan.inside += double(processes) * flow.inside;
+      plan.across += double(processes) * flow.across;
+      seconds += seconds_of(flow, target_);
+    }
+    plan.exchange_seconds = std::max(plan.exchange_seconds, seconds);
+  }
+
+  // Of the busiest stage, in its first process or the last, which reads the keys of all others along the context axis.
   double products_of(const RunConfig& run) {
-    const auto [found, added] = products_.try_emplace(run.parallel.context, 0);
-    if (added) {
-      found->second = product_flops(run, shape_, target_, 0);
-      const double last = product_flops(run, shape_, target_, run.parallel.processes() - 1);
-      found->second = std::max(found->second, last);
+    const dist::Layout& layout = run.parallel;
+    const auto [found, added] = products_.try_emplace({layout.context, layout.pipeline, layout.tensor}, 0);
+    const int64_t processes = layout.processes() / layout.pipeline;
+    for (int64_t stage = 0; added && stage < layout.pipeline; ++stage) {
+      for (const int64_t rank : {stage * processes, (stage + 1) * processes - 1}) {
+        found->second = std::max(found->second, product_flops(run, shape_, target_, rank));
+      }
     }
     return found->second;
   }
 
   const model::ModelConfig& shape_;
   const Target& target_;
-  std::map<int64_t, double> products_;  // by the context axis, which leaves one length of the data axis
+  std::map<std::array<int64_t, 3>, double> products_;  // by all axes that leave one length of the data axis
 };
 
 std::string gib(double bytes) { return fmt::format("{:.1f} GiB", bytes / double(int64_t{1} << 30)); }
@@ -162,12 +196,14 @@ std::string what_it_loses(const LayoutPlan& plan, const LayoutPlan& best, const 
         gib(double(state ? plan.memory.static_bytes - plan.memory.gradient_bytes : plan.memory.planned_peak)),
         state ? 70 : 95, gib(double(target.usable_bytes)));
   }
-  const double exchanges = plan.exchange_seconds - best.exchange_seconds,
+  const double exchanges = plan.exchange_seconds - best.exchange_seconds, idle = plan.idle_seconds - best.idle_seconds,
                products = plan.product_seconds - best.product_seconds;
   const double percent = 100 * (plan.seconds() / best.seconds() - 1);
   if (percent < 0.05) return "as fast";
   return fmt::format("{:+.1f} %: {}", percent,
-                     exchanges > products ? "more to exchange" : "more to compute in the busiest process");
+                     idle > std::max(exchanges, products) ? "waits longer for the pipeline to fill and to drain"
+                     : exchanges > products               ? "more to exchange"
+                                                          : "more to compute in the busiest process");
 }
 
 std::string why_it_wins(const LayoutPlans& plans) {
@@ -187,8 +223,9 @@ LayoutPlans plan_layouts(const RunConfig& run, int64_t processes, const Target& 
   const model::ModelConfig shape = model::load_model_config(run.model_file);
   LayoutPlans plans;
   Prices prices(shape, target);
-  plans.refused = for_each_legal(run, processes, std::max<int64_t>(shape.moe.experts, 1),
-                                 [&](const RunConfig& c) { plans.legal.push_back(prices.of(c)); });
+  const Most most{std::max<int64_t>(shape.moe.experts, 1), target.processes_per_node, shape.layers};
+  plans.refused =
+      for_each_legal(run, processes, most, [&](const RunConfig& c) { plans.legal.push_back(prices.of(c)); });
   std::ranges::stable_sort(plans.legal, [](const LayoutPlan& a, const LayoutPlan& b) {
     return a.fits != b.fits ? a.fits
            : a.fits         ? a.seconds() < b.seconds()
@@ -201,8 +238,8 @@ LayoutPlans plan_layouts(const RunConfig& run, int64_t processes, const Target& 
 
 std::vector<int64_t> nearest_processes(const RunConfig& run, int64_t processes) {
   const auto has_legal = [&](int64_t n) {
-    bool found = false;  // experts may always stay where they are
-    for_each_legal(run, n, 1, [&](const RunConfig&) { found = true; });
+    bool found = false;  // experts and heads may always stay where they are
+    for_each_legal(run, n, {}, [&](const RunConfig&) { found = true; });
     return found;
   };
   std::vector<int64_t> nearest;
@@ -221,8 +258,9 @@ std::string parallel_lines(const LayoutPlan& plan, const RunConfig& run) {
   if (plan.micro_tokens != run.train.micro_tokens) {
     lines += fmt::format("[train]\nmicro_tokens = {}  # instead of {}\n", plan.micro_tokens, run.train.micro_tokens);
   }
-  return lines + fmt::format("[parallel]\ndata = {}\nexpert = {}\ncontext = {}\n", plan.layout.data, plan.layout.expert,
-                             plan.layout.context);
+  const dist::Layout& l = plan.layout;
+  return lines + fmt::format("[parallel]\ndata = {}\nexpert = {}\ncontext = {}\npipeline = {}\ntensor = {}\n", l.data,
+                             l.expert, l.context, l.pipeline, l.tensor);
 }
 
 }  // namespace tessera::train

@@ -5,6 +5,7 @@
 // do not go round, the largest smaller ones that do; and where no process would be left with next to no tokens. Memory
 // is planned as for one process (plan_run.h), products by a dry run of the busiest process with balanced routing,
 // exchanges by the formulas of traffic.h and the links of network.h. Documents are sequences of data.context tokens.
+// Heads are cut inside a node alone, and a pipeline's processes have one run of layers each.
 #pragma once
 
 #include <string>
@@ -20,11 +21,11 @@ struct LayoutPlan {
   int64_t micro_tokens = 0;  // as in the run file, or less
   MemoryPlan memory;         // of the process that needs most
   bool fits = false;
-  double inside = 0, across = 0;  // bytes of a step, of all processes
-  double product_seconds = 0, exchange_seconds = 0;
+  double inside = 0, across = 0;                                       // bytes of a step, of all processes
+  double product_seconds = 0, exchange_seconds = 0, idle_seconds = 0;  // idle: while a pipeline fills and drains
   std::string why;  // of the first: it wins; of the others: what they lose
 
-  double seconds() const { return product_seconds + exchange_seconds; }
+  double seconds() const { return product_seconds + exchange_seconds + idle_seconds; }
 };
 
 struct LayoutPlans {
