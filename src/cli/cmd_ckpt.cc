@@ -7,9 +7,11 @@
 #include <nlohmann/json.hpp>
 
 #include "ckpt/checkpoint.h"
+#include "ckpt/diff.h"
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/ranges.h"
+#include "train/export_checkpoint.h"
 #include "train/import_checkpoint.h"
 #include "train/saved_model.h"
 
@@ -20,9 +22,9 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 struct Args {
-  std::string path, weights, out;
+  std::string path, other, weights, out, dtype = "bf16";
   int64_t keep_last = 3, keep_every_steps = 0;
-  bool json = false, tensors = false;
+  bool json = false, tensors = false, shared = false;
 };
 
 std::string root_of(const std::string& path) {  // a run directory stands for its checkpoints
@@ -137,6 +139,48 @@ void import(const Args& args) {
   print(fmt::format("{} tensors, {} parameters -> {}\n", r.tensors, human_count(double(r.parameters)), r.checkpoint));
 }
 
+void export_model(const Args& args) {
+  const train::ExportReport r =
+      train::export_checkpoint(args.path, args.out, {.matrices = args.dtype == "f32" ? DType::f32 : DType::bf16});
+  if (args.json) {
+    return print_json({{"path", r.path}, {"files", r.files}, {"tensors", r.tensors}, {"tensor_bytes", r.tensor_bytes}});
+  }
+  print(fmt::format("{} tensors, {} in {} safetensors {} -> {}\n", r.tensors, human_bytes(r.tensor_bytes), r.files,
+                    r.files == 1 ? "file" : "files", r.path));
+}
+
+// Of a checkpoint its tensors; else safetensors as they are.
+ckpt::Collection tensors_of(const std::string& path) {
+  const bool ours = fs::exists(fs::path(path) / "checkpoints") || fs::exists(fs::path(path) / "manifest.json") ||
+                    fs::exists(fs::path(path) / "LATEST");
+  return ckpt::open_collection(ours ? (fs::path(train::find_checkpoint(path)) / "data").string() : path);
+}
+
+void diff(const Args& args) {
+  const ckpt::Diff d = ckpt::diff(tensors_of(args.path), tensors_of(args.other), args.shared);
+  if (args.json) {
+    Json rows = Json::array();
+    for (const auto& t : d.different) {
+      rows.push_back({{"name", t.name},
+                      {"what", t.what},
+                      {"elements", t.elements},
+                      {"differing", t.differing},
+                      {"largest", t.largest},
+                      {"relative", t.relative}});
+    }
+    print_json({{"same", d.same}, {"different", rows}});
+  } else {
+    Table table({"tensor", "differing", "of", "largest", "relative", ""});
+    for (const auto& t : d.different) {
+      table.add({t.name, std::to_string(t.differing), std::to_string(t.elements), fmt::format("{:.3g}", t.largest),
+                 fmt::format("{:.3g}", t.relative), t.what});
+    }
+    print(fmt::format("{} tensors are the same, {} differ\n", d.same, d.different.size()) +
+          (d.different.empty() ? "" : "\n" + table.text()));
+  }
+  if (!d.different.empty()) throw CLI::RuntimeError(1);
+}
+
 void prune(const Args& args) {
   for (const std::string& path : ckpt::prune(root_of(args.path), args.keep_last, args.keep_every_steps)) {
     print(path + " removed\n");
@@ -146,7 +190,7 @@ void prune(const Args& args) {
 }  // namespace
 
 void add_ckpt(CLI::App& app) {
-  CLI::App* group = app.add_subcommand("ckpt", "List, inspect, verify, import and prune checkpoints");
+  CLI::App* group = app.add_subcommand("ckpt", "List, inspect, verify, compare, export, import and prune checkpoints");
   group->require_subcommand(1);
   auto args = std::make_shared<Args>();
   const auto add = [&](const char* name, const char* help, const char* path_help, void (*run)(const Args&)) {
@@ -170,6 +214,18 @@ void add_ckpt(CLI::App& app) {
   weights->needs(out);
   out->needs(weights);
   import_command->add_flag("--json", args->json, "Print as JSON");
+  CLI::App* export_command =
+      add("export", "Make a published model (config.json, safetensors) of a checkpoint", one, export_model);
+  export_command->add_option("--out", args->out, "Directory to make")->required();
+  export_command->add_option("--dtype", args->dtype, "Of the matrices; what training keeps exact is float32 always")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"bf16", "f32"}));
+  export_command->add_flag("--json", args->json, "Print as JSON");
+  CLI::App* diff_command = add("diff", "Compare two checkpoints, tensor by tensor; exit code 1 when they differ",
+                               "Checkpoint, run directory, or safetensors (file, index, directory)", diff);
+  diff_command->add_option("other", args->other, "What to compare it with, likewise")->required();
+  diff_command->add_flag("--shared", args->shared, "Only tensors that both hold");
+  diff_command->add_flag("--json", args->json, "Print as JSON");
   CLI::App* prune_command = add("prune", "Delete old checkpoints", "Run directory", prune);
   prune_command->add_option("--keep-last", args->keep_last, "Newest ones to keep")
       ->capture_default_str()
