@@ -9,6 +9,7 @@
 #include "ckpt/diff.h"
 #include "ckpt/safetensors_writer.h"
 #include "core/dtype.h"
+#include "data/tokenizer.h"
 #include "model/import.h"
 #include "support.h"
 #include "train/export_checkpoint.h"
@@ -78,7 +79,11 @@ TEST(Export, TrainedModelComesBack) {
     const std::string a_log =
         prefix.empty() ? "model.layers.0.self_attn.A_log" : "language_model.model.layers.0.self_attn.A_log";
     EXPECT_EQ(files.at(a_log).shape, prefix.empty() ? (std::vector<int64_t>{1, 1, 3, 1}) : (std::vector<int64_t>{4}));
-    EXPECT_EQ(json::parse(read_file(dir.path("model/config.json"))).contains("text_config"), !prefix.empty());
+    const json config = json::parse(read_file(dir.path("model/config.json")));
+    EXPECT_EQ(config.contains("text_config"), !prefix.empty());
+    const json& text = prefix.empty() ? config : config.at("text_config");
+    EXPECT_EQ(text.at("eos_token_id"), data::load_tokenizer("bytes")->eos_id());
+    EXPECT_TRUE(text.at("pad_token_id").is_null()) << "Kimi Linear's own lies outside of a small vocabulary";
   }
 }
 

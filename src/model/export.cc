@@ -41,10 +41,10 @@ void add_experts(const ModelConfig& c, Json& j) {
   j["latent_moe_use_norm"] = m.latent_norm;
 }
 
-Json description(const ModelConfig& c, const std::string& weights_type) {
+Json description(const ModelConfig& c, const ExportedWith& with) {
   Json j{{"architectures", {"KimiLinearForCausalLM"}},
          {"model_type", "kimi_linear"},
-         {"dtype", weights_type},
+         {"dtype", with.weights_type},
          {"num_hidden_layers", c.layers},
          {"hidden_size", c.width},
          {"vocab_size", c.vocabulary},
@@ -63,6 +63,8 @@ Json description(const ModelConfig& c, const std::string& weights_type) {
          {"v_head_dim", c.mla.value_dim},
          {"mla_use_nope", true},
          {"linear_attn_config", linear_attention(c)}};
+  for (const char* id : {"pad_token_id", "bos_token_id", "eos_token_id"}) j[id] = nullptr;  // not Kimi Linear's own
+  if (with.end_of_document >= 0) j["eos_token_id"] = with.end_of_document;
   if (c.mla.q_rank > 0) j["q_lora_rank"] = c.mla.q_rank;
   if (c.mla.output_gate) j["mla_use_output_gate"] = true;
   if (c.ffn.activation.kind == ops::glu::Kind::situ) {
@@ -76,8 +78,8 @@ Json description(const ModelConfig& c, const std::string& weights_type) {
 
 }  // namespace
 
-std::string export_hf_config(const ModelConfig& c, const std::string& weights_type, const std::string& where) {
-  Json j = description(c, weights_type);
+std::string export_hf_config(const ModelConfig& c, const ExportedWith& with, const std::string& where) {
+  Json j = description(c, with);
   if (!c.tensor_prefix.empty()) j = {{"model_type", c.name}, {"text_config", j}};
   const std::string text = j.dump(2) + "\n";
   ModelConfig wanted = c;

@@ -78,8 +78,9 @@ ExportReport export_checkpoint(const std::string& checkpoint, const std::string&
   if (path_exists(out)) fail_user("{}: is there already; name a directory that is not", out);
   const SavedModel saved = load_saved_model(checkpoint);
   const model::ParameterTable& table = saved.model.table();
-  const std::string config = model::export_hf_config(
-      saved.model.config(), options.matrices == DType::bf16 ? "bfloat16" : "float32", saved.path);
+  model::ExportedWith with{.weights_type = options.matrices == DType::bf16 ? "bfloat16" : "float32"};
+  if (!saved.state.tokenizer.empty()) with.end_of_document = saved.tokenizer()->eos_id();
+  const std::string config = model::export_hf_config(saved.model.config(), with, saved.path);
 
   const int64_t padding = int64_t{1} << 20;
   Arena plan = Arena::dry();
