@@ -70,7 +70,7 @@ TEST_F(Slurm, ProcessesOfANode) {
     ASSERT_EQ(o.exit_code, 0) << o.err;
     EXPECT_TRUE(has_line(o.out, fmt::format("#SBATCH --nodes={}", c.nodes))) << o.out;
     EXPECT_TRUE(has_line(o.out, fmt::format("#SBATCH --ntasks-per-node={}", c.per_node))) << o.out;
-    const bool cuda = !given.empty() && given.front() == "--device";
+    const bool cuda = given.front() == "--device";
     EXPECT_EQ(has_line(o.out, fmt::format("#SBATCH --gpus-per-node={}", c.per_node)), cuda) << o.out;
     EXPECT_EQ(o.out.find("--device cuda)") != std::string::npos, cuda) << o.out;
   }
@@ -173,7 +173,7 @@ TEST_F(BatchFile, SavesBeforeTheTimeLimitAndQueuesAgain) {
 
 TEST(SlurmCheck, RealSlurmStartsAJobAgain) {
   if (geteuid() != 0) GTEST_SKIP() << "scripts/slurm-check wants root";
-  const bool installed = run_program({"sh", "-c", "command -v munged slurmctld slurmd srun"}).exit_code == 0;
+  const bool installed = run_program({"which", "munged", "slurmctld", "slurmd", "srun"}).exit_code == 0;
   if (!installed && std::getenv("TESSERA_SLURM") == nullptr) {
     GTEST_SKIP() << "Slurm is not installed; TESSERA_SLURM=1 lets scripts/slurm-check install it";
   }

@@ -21,10 +21,6 @@ std::string quoted(const std::string& text) {
   return fmt::format("'{}'", word);
 }
 
-std::string counted(int64_t n, const char* one, const char* many) {
-  return fmt::format("{} {}", n, n == 1 ? one : many);
-}
-
 // What no setting changes. Failures that come again at once are not the machines': the third in a row without a new
 // checkpoint ends the job.
 constexpr const char* kBody = R"sh(
@@ -63,16 +59,17 @@ scontrol requeue "$SLURM_JOB_ID"
 std::string slurm_batch_file(const SlurmJob& job) {
   const int64_t per_node = job.processes_per_node;
   if (job.processes % per_node != 0) {
-    fail_user("{} do not fill nodes of {}; choose a --processes-per-node that divides {}",
-              counted(job.processes, "process", "processes"), per_node, job.processes);
+    fail_user("{} process{} not fill nodes of {}; choose a --processes-per-node that divides {}", job.processes,
+              job.processes == 1 ? " does" : "es do", per_node, job.processes);
   }
   const int64_t nodes = job.processes / per_node;
   std::string text = fmt::format(
       "#!/bin/bash\n"
-      "# {}: {} ({}), {} a node. Written by `tessera plan manifests --slurm`.\n"
+      "# {}: {}, {} a node. Written by `tessera plan manifests --slurm`.\n"
       "#   sbatch FILE     with what your cluster wants, such as --partition, --account and --time, before FILE\n"
       "# Every node must see the directories below. TESSERA=PATH names another binary.\n",
-      quoted(job.run_file), counted(job.processes, "process", "processes"), job.layout, per_node);
+      quoted(job.run_file),
+      job.processes == 1 ? "one process" : fmt::format("{} processes ({})", job.processes, job.layout), per_node);
   const auto option = [&](const std::string& name, const std::string& value) {
     text += fmt::format("#SBATCH --{}={}\n", name, quoted(value));
   };
