@@ -217,6 +217,7 @@ void add_plan(CLI::App& app) {
   command->callback([args] { plan_model(*args); });
   add_memory(*group);
   add_plan_layout(*group);
+  add_plan_manifests(*group);
 }
 
 }  // namespace tessera::cli

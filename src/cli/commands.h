@@ -16,7 +16,8 @@ void add_eval(CLI::App& app);
 void add_data(CLI::App& app);
 void add_ckpt(CLI::App& app);
 void add_plan(CLI::App& app);
-void add_plan_layout(CLI::App& group);  // of `plan`
+void add_plan_layout(CLI::App& group);     // of `plan`
+void add_plan_manifests(CLI::App& group);  // of `plan`
 void add_bench(CLI::App& app);
 void add_selfcheck(CLI::App& app);
 void add_doctor(CLI::App& app);

@@ -36,4 +36,10 @@ void Overrides::apply(config::Options& options) const {
   for (const auto& [key, text] : *given_) options.set(key, text);
 }
 
+std::vector<std::string> Overrides::arguments() const {
+  std::vector<std::string> all;
+  for (const auto& [key, text] : *given_) all.insert(all.end(), {"--set", key + "=" + text});
+  return all;
+}
+
 }  // namespace tessera::cli

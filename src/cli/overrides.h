@@ -22,6 +22,8 @@ class Overrides {
   // Call it after the file is loaded: keys inside lists of tables exist only then.
   void apply(config::Options& options) const;
 
+  std::vector<std::string> arguments() const;  // that give the same to another command
+
  private:
   using Given = std::vector<std::pair<std::string, std::string>>;
   std::shared_ptr<Given> given_ = std::make_shared<Given>();  // shared: CLI11 keeps the callbacks that fill it
