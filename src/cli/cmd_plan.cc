@@ -3,13 +3,11 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "cli/commands.h"
-#include "cli/device.h"
 #include "cli/output.h"
-#include "cli/overrides.h"
 #include "cli/ranges.h"
+#include "cli/run_file.h"
 #include "core/parallel.h"
 #include "model/accounting.h"
 #include "train/plan_run.h"
@@ -68,9 +66,7 @@ void plan_model(const Args& args) {
 }
 
 struct MemoryArgs {
-  std::string run_file;
-  Overrides overrides;
-  std::optional<Device> device;
+  RunFile run;
   double memory_gib = 0;  // 0: not given
   bool json = false;
 };
@@ -168,10 +164,7 @@ void print_memory(const train::RunConfig& config, const train::RunPlan& plan, co
 }
 
 void plan_memory(const MemoryArgs& args) {
-  const train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
-    args.overrides.apply(o);
-    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
-  });
+  const train::RunConfig config = args.run.load();
   if (config.device == Device::cpu)
     set_thread_count(std::max<int>(1, thread_count() / int(processes_of_machine(config))));
   const train::RunPlan plan = train::plan_run(config);
@@ -185,7 +178,7 @@ void add_memory(CLI::App& group) {
   auto args = std::make_shared<MemoryArgs>();
   CLI::App* command = group.add_subcommand(
       "memory", "What a run takes, by a dry run of its batches; neither a GPU nor the token store need be there");
-  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  args->run.add_to(*command, true);
   command
       ->add_option("--memory", args->memory_gib,
                    fmt::format("GiB that are usable; not given: what is free here, for cuda without a GPU {} (H200)",
@@ -193,12 +186,6 @@ void add_memory(CLI::App& group) {
       ->type_name("GIB")
       ->check(CLI::PositiveNumber);
   command->add_flag("--json", args->json, "Print figures as JSON");
-  add_device_option(
-      *command, [args](Device device) { args->device = device; }, true);
-  train::RunConfig defaults;
-  config::Options options;
-  defaults.bind(options);
-  args->overrides.add_to(*command, options.keys());
   command->callback([args] { plan_memory(*args); });
 }
 

@@ -4,13 +4,11 @@
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "cli/commands.h"
-#include "cli/device.h"
 #include "cli/output.h"
-#include "cli/overrides.h"
 #include "cli/ranges.h"
+#include "cli/run_file.h"
 #include "core/parallel.h"
 #include "train/plan_layout.h"
 
@@ -21,9 +19,7 @@ constexpr size_t kRows = 6;  // of the table; --json has all
 constexpr size_t kReasons = 3;
 
 struct Args {
-  std::string run_file;
-  Overrides overrides;
-  std::optional<Device> device;
+  RunFile run;
   int64_t processes = 0;
   std::string gpu = "h200";
   double memory_gib = 0, tflops = 0, inside_gbytes = 0, across_gbytes = 0;  // 0: not given
@@ -57,8 +53,8 @@ std::string count(int64_t n, const char* one, const char* many) { return fmt::fo
   }
   std::string reasons;
   for (size_t i = 0; i < std::min(kReasons, plans.refused.size()); ++i) reasons += "\n  " + plans.refused[i];
-  fail_user("{}: no layout of {} is legal{}; {}", args.run_file, count(args.processes, "process", "processes"), reasons,
-            nearest.empty() ? "raise train.tokens_per_step" : "the nearest that works: " + nearest);
+  fail_user("{}: no layout of {} is legal{}; {}", args.run.path(), count(args.processes, "process", "processes"),
+            reasons, nearest.empty() ? "raise train.tokens_per_step" : "the nearest that works: " + nearest);
 }
 
 [[noreturn]] void refuse_too_large(const Args& args, const train::RunConfig& config, const train::LayoutPlan& least,
@@ -70,7 +66,7 @@ std::string count(int64_t n, const char* one, const char* many) { return fmt::fo
   for (const train::Change& change : train::cheapest_changes(run, target.usable_bytes)) {
     changes += fmt::format("\n  {}  ->  {}", change.settings, human_bytes(change.memory.planned_peak));
   }
-  fail_user("{}: no layout of {} fits {} usable bytes each; {} needs least, {}; {}", args.run_file,
+  fail_user("{}: no layout of {} fits {} usable bytes each; {} needs least, {}; {}", args.run.path(),
             count(args.processes, "process", "processes"), human_bytes(target.usable_bytes), least.layout.to_string(),
             human_bytes(least.memory.planned_peak),
             changes.empty() ? "take more processes, or a smaller model"
@@ -137,10 +133,7 @@ void print_plans_json(const Args& args, const train::LayoutPlans& plans, const t
 }
 
 void plan_layout(const Args& args) {
-  train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
-    args.overrides.apply(o);
-    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
-  });
+  train::RunConfig config = args.run.load();
   const train::Target target = target_of(args, config);
   const train::LayoutPlans plans = train::plan_layouts(config, args.processes, target);
   if (plans.legal.empty()) refuse_illegal(args, config, plans);
@@ -154,7 +147,7 @@ void add_plan_layout(CLI::App& group) {
   auto args = std::make_shared<Args>();
   CLI::App* command = group.add_subcommand(
       "layout", "How so many processes can share a run: memory, bytes and time of each layout, and the best one");
-  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  args->run.add_to(*command, true);
   command->add_option("--processes", args->processes, "Processes to share it; on GPUs one for each")
       ->required()
       ->check(at_least(1));
@@ -170,12 +163,6 @@ void add_plan_layout(CLI::App& group) {
   positive("--inside", args->inside_gbytes, "GB/S", "Line rate of a process inside a node; not given: 450, on CPUs 5");
   positive("--across", args->across_gbytes, "GB/S", "And to other nodes; not given: 50, on CPUs 1.25");
   command->add_flag("--json", args->json, "Print figures as JSON");
-  add_device_option(
-      *command, [args](Device device) { args->device = device; }, true);
-  train::RunConfig defaults;
-  config::Options options;
-  defaults.bind(options);
-  args->overrides.add_to(*command, options.keys());
   command->callback([args] { plan_layout(*args); });
 }
 

@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <filesystem>
 #include <memory>
-#include <optional>
 
 #include "cli/commands.h"
-#include "cli/device.h"
 #include "cli/output.h"
-#include "cli/overrides.h"
 #include "cli/ranges.h"
+#include "cli/run_file.h"
 #include "core/file.h"
 #include "dist/slurm.h"
 #include "train/run_config.h"
@@ -23,9 +21,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kGpusPerNode = 8;
 
 struct Args {
-  std::string run_file;
-  Overrides overrides;
-  std::optional<Device> device;
+  RunFile run;
   int64_t processes = 0, processes_per_node = 0;  // 0: not given
   bool slurm = false;                             // the one form there is
   std::string out;
@@ -39,28 +35,24 @@ int64_t processes_per_node(const Args& args, const train::RunConfig& config) {
 }
 
 void plan_manifests(const Args& args) {
-  const train::RunConfig config = train::load_run_config(args.run_file, [&](config::Options& o) {
-    args.overrides.apply(o);
-    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
-  });
+  const train::RunConfig config = args.run.load();
   const int64_t processes = config.parallel.processes();
   if (args.processes > 0 && args.processes != processes) {
     fail_user(
         "{}: [parallel] is of {} ({}), and --processes is {}; `tessera plan layout {} --processes {}` says what to set",
-        args.run_file, processes, config.parallel.to_string(), args.processes, args.run_file, args.processes);
+        args.run.path(), processes, config.parallel.to_string(), args.processes, args.run.path(), args.processes);
   }
-  dist::SlurmJob job = {.name = fs::path(args.run_file).stem(),
-                        .layout = config.parallel.to_string(),
-                        .directory = fs::current_path(),
-                        .binary = fs::read_symlink("/proc/self/exe"),
-                        .run_file = args.run_file,
-                        .arguments = args.overrides.arguments(),
-                        .run_directory = config.dir,
-                        .processes = processes,
-                        .processes_per_node = processes_per_node(args, config),
-                        .threads = config.threads,
-                        .gpus = config.device == Device::cuda};
-  if (args.device) job.arguments.insert(job.arguments.end(), {"--device", job.gpus ? "cuda" : "cpu"});
+  const dist::SlurmJob job = {.name = fs::path(args.run.path()).stem(),
+                              .layout = config.parallel.to_string(),
+                              .directory = fs::current_path(),
+                              .binary = fs::read_symlink("/proc/self/exe"),
+                              .run_file = args.run.path(),
+                              .arguments = args.run.changes(),
+                              .run_directory = config.dir,
+                              .processes = processes,
+                              .processes_per_node = processes_per_node(args, config),
+                              .threads = config.threads,
+                              .gpus = config.device == Device::cuda};
   const std::string text = dist::slurm_batch_file(job);
   if (args.out.empty()) return print(text);
   if (path_exists(args.out)) fail_user("{}: is there already; name a file that is not", args.out);
@@ -73,7 +65,7 @@ void add_plan_manifests(CLI::App& group) {
   auto args = std::make_shared<Args>();
   CLI::App* command = group.add_subcommand(
       "manifests", "The batch file that runs a run's [parallel] on a cluster, and starts it again when nodes fail");
-  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  args->run.add_to(*command, true);
   command->add_flag("--slurm", args->slurm, "For Slurm, with srun and PMIx")->required();
   command->add_option("--processes", args->processes, "Refuse a [parallel] of another number")->check(at_least(1));
   command
@@ -82,12 +74,6 @@ void add_plan_manifests(CLI::App& group) {
           fmt::format("Not given: parallel.ranks_per_node; without it {} GPUs, on CPUs all processes", kGpusPerNode))
       ->check(at_least(1));
   command->add_option("--out", args->out, "File to make; not given: print it");
-  add_device_option(
-      *command, [args](Device device) { args->device = device; }, true);
-  train::RunConfig defaults;
-  config::Options options;
-  defaults.bind(options);
-  args->overrides.add_to(*command, options.keys());
   command->callback([args] { plan_manifests(*args); });
 }
 

@@ -5,12 +5,10 @@
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "cli/commands.h"
-#include "cli/device.h"
 #include "cli/output.h"
-#include "cli/overrides.h"
+#include "cli/run_file.h"
 #include "config/options.h"
 #include "core/log.h"
 #include "data/store.h"
@@ -27,9 +25,7 @@ using train::Progress;
 using train::RunResult;
 
 struct Args {
-  std::string run_file;
-  Overrides overrides;
-  std::optional<Device> device;  // --device: short for --run.device
+  RunFile run;
   bool json = false;
 };
 
@@ -125,13 +121,6 @@ void print_result(const Args& args, const train::RunConfig& config, const RunRes
               {"checkpoint", r.checkpoint}});
 }
 
-train::RunConfig load(const Args& args) {
-  return train::load_run_config(args.run_file, [&](config::Options& o) {
-    args.overrides.apply(o);
-    if (args.device) o.set("run.device", *args.device == Device::cuda ? "cuda" : "cpu");
-  });
-}
-
 // What all processes of a run must share: the program, the model, the data and every key of the run.
 dist::Facts facts_of(train::RunConfig config) {
   dist::Facts facts = {{"version", TESSERA_VERSION},
@@ -149,8 +138,8 @@ void run(const Args& args) {
   train::RunConfig config;
   RunResult result;
   job.run([&] {
-    config = load(args);
-    config.require_machine(args.run_file);
+    config = args.run.load();
+    config.require_machine(args.run.path());
     job.set(config.job);
     dist::Communicator world = job.world();
     if (!world.alone()) dist::require_same(world, facts_of(config));
@@ -171,13 +160,8 @@ void run(const Args& args) {
 void add_train(CLI::App& app) {
   auto args = std::make_shared<Args>();
   CLI::App* command = app.add_subcommand("train", "Train a model; resumes by itself from the newest good checkpoint");
-  command->add_option("run", args->run_file, "Run file (configs/runs/*.toml)")->required();
+  args->run.add_to(*command, false);
   command->add_flag("--json", args->json, "Print the result as JSON");
-  add_device_option(*command, [args](Device device) { args->device = device; });
-  train::RunConfig defaults;
-  config::Options options;
-  defaults.bind(options);
-  args->overrides.add_to(*command, options.keys());
   command->callback([args] { run(*args); });
 }
 
