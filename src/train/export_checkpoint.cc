@@ -1,6 +1,8 @@
 #include "train/export_checkpoint.h"
 
+#include <algorithm>
 #include <bit>
+#include <deque>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -14,19 +16,19 @@ namespace {
 namespace fs = std::filesystem;
 
 // As published: Kimi Linear's A_log is (1, 1, H, 1); K3 has zeros up to a power of two behind its heads.
-View published_a_log(const View& view, bool padded, Arena& arena) {
+View published_a_log(const View& view, bool padded, std::deque<std::vector<float>>& room) {
   if (!padded) return view.reshaped({1, 1, view.elements(), 1});
-  const auto heads = static_cast<uint64_t>(view.elements());
-  const View wide = arena.allocate_zeroed(view.dtype(), {static_cast<int64_t>(std::bit_ceil(heads))});
-  copy(view, wide.row_range(0, view.elements()));
-  return wide;
+  std::vector<float>& wide = room.emplace_back(std::bit_ceil(static_cast<uint64_t>(view.elements())));
+  std::copy_n(view.as<float>(), view.elements(), wide.begin());
+  return {wide.data(), DType::f32, {std::ssize(wide)}};
 }
 
-std::vector<ckpt::TensorRef> published(const model::Model& model, const model::Weights& weights, Arena& arena) {
+std::vector<ckpt::TensorRef> published(const model::Model& model, const model::Weights& weights,
+                                       std::deque<std::vector<float>>& room) {
   std::vector<ckpt::TensorRef> tensors;
   const bool padded = !model.config().tensor_prefix.empty();
   for (const auto& [name, view] : model::published_tensors(model.table(), weights.value)) {
-    tensors.push_back({name, name.ends_with(".A_log") ? published_a_log(view, padded, arena) : view});
+    tensors.push_back({name, name.ends_with(".A_log") ? published_a_log(view, padded, room) : view});
   }
   return tensors;
 }
@@ -82,20 +84,20 @@ ExportReport export_checkpoint(const std::string& checkpoint, const std::string&
   if (!saved.state.tokenizer.empty()) with.end_of_document = saved.tokenizer()->eos_id();
   const std::string config = model::export_hf_config(saved.model.config(), with, saved.path);
 
-  const int64_t padding = int64_t{1} << 20;
   Arena plan = Arena::dry();
   model::allocate_weights(plan, table, options.matrices, false);
-  Arena arena(plan.peak() + padding * saved.model.config().layers);
+  Arena arena(plan.peak());
   const model::Weights weights = model::allocate_weights(arena, table, options.matrices, false);
   model::assign(saved.weights.value, weights);
 
+  std::deque<std::vector<float>> room;
   ExportReport report;
   report.path = out;
   const std::string partial = out + ".partial";
   fs::remove_all(partial);
   make_directory(partial);
   try {
-    write_tensors(partial, into_files(published(saved.model, weights, arena), options.file_bytes), report);
+    write_tensors(partial, into_files(published(saved.model, weights, room), options.file_bytes), report);
     write_file_synced(partial + "/config.json", config);
     copy_vocabulary(saved, partial);
     sync_directory(partial);
