@@ -9,6 +9,8 @@ namespace {
 using check::GradientRule;
 using check::Tensor;
 
+constexpr int64_t kPeriod = 1 << 20;  // of values: a GPU's sizes would take minutes to make
+
 // The tables hold the S sources first, then query and gain.
 std::vector<View> sources_of(std::span<const View> views, const Dims& d) {
   return {views.begin(), views.begin() + d.sources};
@@ -33,8 +35,8 @@ struct Scales {
 std::vector<Tensor> inputs(const Dims& d, Scales scale) {
   std::vector<Tensor> in;
   for (int64_t s = 0; s < d.sources; ++s) {
-    in.push_back(check::random_tensor(fmt::format("source {}", s), {d.tokens, d.width}, scale.source,
-                                      GradientRule::add_activation));
+    in.push_back(check::periodic_tensor(fmt::format("source {}", s), {d.tokens, d.width}, kPeriod, scale.source,
+                                        GradientRule::add_activation));
   }
   in.push_back(check::random_tensor("query", {d.width}, scale.query, GradientRule::add));
   in.push_back(check::random_tensor("gain", {d.width}, 1.0, GradientRule::add));
@@ -86,7 +88,10 @@ const check::OpTable& table() {
       .speed = {make_speed({8192, 512, 4, 1e-5})},
       // Tokens of several warps, of two pieces a thread, and narrower than their threads; several tokens a block.
       .cuda_cases = {make_case({5000, 64, 3, 1e-5}), make_case({700, 1000, 7, 1e-5}),
-                     make_case({30, 4104, 6, 1e-5}, {.query = 0.02}), make_case({9, 2305, 70, 1e-5}, {.query = 0.02})}};
+                     make_case({30, 4104, 6, 1e-5}, {.query = 0.02}), make_case({9, 2305, 70, 1e-5}, {.query = 0.02}),
+                     make_case({300, 264, 2, 1e-5}), make_case({300, 264, 4, 1e-5}), make_case({300, 264, 8, 1e-5})},
+      .cuda_speed = {make_speed({65536, 1280, 2, 1e-5}), make_speed({65536, 1280, 4, 1e-5}),
+                     make_speed({65536, 1280, 7, 1e-5})}};
   return t;
 }
 

@@ -161,7 +161,8 @@ const check::OpTable& table() {
                      make_case({300, 5, 3, 512, 256, kSitu}, Routing::half_used),
                      make_case({2200, 8, 2, 264, 520, kSitu}, Routing::skewed), make_case({64, 200, 4, 16, 32, kSitu}),
                      make_case({3000, 7, 3, 8, 16, kSitu}, Routing::half_used)},
-      .cuda_speed = {make_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed),
+      .cuda_speed = {make_speed({65536, 116, 8, 640, 512, kSitu}),
+                     make_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed),
                      make_products_speed({8192, 128, 8, 768, 1536, kSitu}, Routing::skewed)}};
   return t;
 }

@@ -6,14 +6,16 @@ namespace tessera::ops::experts::cuda {
 
 inline constexpr int64_t kBlockRows = 128;    // an expert's rows are padded to whole blocks of these
 inline constexpr int64_t kChunkSlots = 1024;  // slots that one warp sorts
+inline constexpr int kSquareParts = 16;       // blocks that add up one expert's squares
 
 // R: rows of the worst routing. n slots on u experts leave at most u (kBlockRows - 1) rows of padding.
 int64_t row_capacity(const Dims&);
 
 struct ForwardWorkspace {
-  View chunks;  // (slots / kChunkSlots, E) i32: of the sort
-  View x;       // (R, L): gathered rows, then the experts' outputs
-  View h;       // (R, F)
+  View chunks;   // (slots / kChunkSlots, E) i32: of the sort
+  View x;        // (R, L): gathered rows, then the experts' outputs
+  View h;        // (R, F)
+  View squares;  // (E, kSquareParts) f64
 };
 struct BackwardWorkspace {
   View x, dy;      // (R, L): gathered rows; dy then becomes dx by row

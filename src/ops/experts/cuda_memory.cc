@@ -26,7 +26,8 @@ ForwardWorkspace allocate_forward(Arena& arena, const Dims& d, DType dtype) {
   const int64_t rows = row_capacity(d);
   return {.chunks = arena.allocate(DType::i32, {(rows_of(d) + kChunkSlots - 1) / kChunkSlots, d.experts}),
           .x = arena.allocate(dtype, {rows, d.width}),
-          .h = arena.allocate(dtype, {rows, d.hidden})};
+          .h = arena.allocate(dtype, {rows, d.hidden}),
+          .squares = arena.allocate(DType::f64, {d.experts, kSquareParts})};
 }
 
 BackwardWorkspace allocate_backward(Arena& arena, const Dims& d, DType dtype) {

@@ -15,14 +15,20 @@ int64_t scratch_bytes(const Types& types, Product product, int64_t m, int64_t n,
   return types.x == DType::f32 ? gemm_scratch_bytes(product, m, n, k) : 0;
 }
 
-int64_t widened_rows(const Dims& d, const Types& types) {
-  return types.x == types.weight ? 0 : std::min(d.tokens, cuda::kWidenedRows);
+cuda::Workspace allocate_cuda(Arena& arena, const Dims& d, const Types& types, Pass pass) {
+  cuda::Workspace w{.product = gemm_workspace(arena), .weight = {}, .dy = {}, .sums = {}};
+  if (types.x == types.weight) return w;
+  const int64_t out = cuda::padded_out(d), rows = std::min(d.tokens, cuda::kSplitRows);
+  const bool forward = pass == Pass::forward;
+  w.weight = arena.allocate(DType::bf16, {(forward ? 3 : 4) * out, d.in});
+  if (!forward) w.dy = arena.allocate(DType::bf16, {rows, 4 * out});
+  w.sums = arena.allocate(DType::f32, forward ? Shape{rows, 3 * out} : Shape{3 * out, d.in});
+  return w;
 }
-int64_t cuda_workspace_bytes(const Dims& d, const Types& types) {
-  return kGemmWorkspaceBytes + Arena::aligned(widened_rows(d, types) * d.in * bytes_of(DType::f32));
-}
-cuda::Workspace allocate_cuda_workspace(Arena& arena, const Dims& d, const Types& types) {
-  return {gemm_workspace(arena), arena.allocate(DType::f32, {widened_rows(d, types), d.in})};
+int64_t cuda_workspace_bytes(const Dims& d, const Types& types, Pass pass) {
+  Arena arena = Arena::dry();
+  allocate_cuda(arena, d, types, pass);
+  return arena.used();
 }
 
 Costs backward_costs(const Dims& d, const Types& types, Product product, Device back_end, bool x_wanted,
@@ -40,7 +46,7 @@ Costs backward_costs(const Dims& d, const Types& types, Product product, Device 
     c.bytes_moved += y + x + 2 * weight * bytes_of(exact_type(types.x));
     c.workspace_bytes = std::max(c.workspace_bytes, scratch_bytes(types, product, d.out, d.in, d.tokens));
   }
-  if (back_end == Device::cuda) c.workspace_bytes = cuda_workspace_bytes(d, types);
+  if (back_end == Device::cuda) c.workspace_bytes = cuda_workspace_bytes(d, types, Pass::backward);
   return c;
 }
 
@@ -59,7 +65,7 @@ Costs costs(const Dims& d, const Types& types, Pass pass, Product product, Devic
   return {.gemm_flops = 2 * d.tokens * d.in * d.out,
           .bytes_moved = d.tokens * d.in * bytes_of(types.x) + d.out * d.in * bytes_of(types.weight) +
                          d.tokens * d.out * bytes_of(types.y),
-          .workspace_bytes = back_end == Device::cuda ? cuda_workspace_bytes(d, types)
+          .workspace_bytes = back_end == Device::cuda ? cuda_workspace_bytes(d, types, Pass::forward)
                                                       : scratch_bytes(types, product, d.tokens, d.out, d.in)};
 }
 
@@ -70,7 +76,7 @@ void forward(Context& ctx, const Dims& d, const Inputs& in, const Outputs& out) 
   const Costs c = costs(d, types, Pass::forward, ctx.product, ctx.back_end());
   OpScope op(ctx, "linear", Pass::forward, c);
   if (ctx.back_end() == Device::cuda) {
-    const cuda::Workspace workspace = allocate_cuda_workspace(ctx.arena, d, types);
+    const auto workspace = allocate_cuda(ctx.arena, d, types, Pass::forward);
     if (!ctx.dry()) cuda::forward(ctx.stream(), d, in, out, workspace);
     return;
   }
@@ -87,7 +93,7 @@ void backward(Context& ctx, const Dims& d, const Inputs& in, const OutputGrads& 
   const Costs c = backward_costs(d, types, ctx.product, ctx.back_end(), grads.x.present(), grads.weight.present());
   OpScope op(ctx, "linear", Pass::backward, c);
   if (ctx.back_end() == Device::cuda) {
-    const cuda::Workspace workspace = allocate_cuda_workspace(ctx.arena, d, types);
+    const auto workspace = allocate_cuda(ctx.arena, d, types, Pass::backward);
     if (!ctx.dry()) cuda::backward(ctx.stream(), d, in, dout, grads, workspace);
     return;
   }

@@ -1,7 +1,7 @@
 // Linear: y = x W^T, no bias. The matrix product of every projection; W is (out, in) as published checkpoints store it.
 //
 // Beside x of type t, weight and y are of type t; or both exact_type(t), for the router, whose scores bf16 would spoil
-// (x is widened then, and the product is float32 throughout); or, forward only, y alone is exact_type(t): logits.
+// (a product of float32 then, in which no operand is rounded); or, forward only, y alone is exact_type(t): logits.
 #pragma once
 
 #include "core/context.h"

@@ -1,5 +1,7 @@
 #include "ops/linear/op.h"
 
+#include <array>
+
 #include "core/philox.h"
 #include "ops/check/gtest_table.h"
 #include "ops/gemm/cuda.h"
@@ -77,7 +79,7 @@ TEST(Linear, GradientsNotWantedAreSkippedAndNotCharged) {
   EXPECT_EQ(values(dw), values(only_dw));
 }
 
-TEST(Linear, ForAGpuAMixedProductWidensABlockOfRows) {
+TEST(Linear, ForAGpuAMixedProductSplitsABlockOfRows) {
   const Dims d{100000, 64, 16};
   Arena arena = Arena::dry();
   Ledger ledger;
@@ -90,13 +92,22 @@ TEST(Linear, ForAGpuAMixedProductWidensABlockOfRows) {
     const View w = arena.allocate(weight, {d.out, d.in}), dw = arena.allocate(exact_type(x), {d.out, d.in});
     const int64_t used = arena.used();
     forward(ctx, d, {tokens, w}, {scores});
+    const int64_t in_forward = arena.peak() - used;
+    EXPECT_EQ(in_forward, ledger.total().workspace_bytes);
+    arena.reset_peak();
     backward(ctx, d, {tokens, w}, {scores}, {tokens, true, dw});
-    EXPECT_EQ(2 * (arena.peak() - used), ledger.total().workspace_bytes);  // the same for each pass
-    return arena.peak() - used;
+    const int64_t in_backward = arena.peak() - used;
+    EXPECT_EQ(in_forward + in_backward, ledger.total().workspace_bytes);
+    return std::array{in_forward, in_backward};
   };
-  EXPECT_EQ(taken(DType::bf16, DType::bf16, DType::bf16), kGemmWorkspaceBytes);
-  EXPECT_EQ(taken(DType::f32, DType::f32, DType::f32), kGemmWorkspaceBytes);
-  EXPECT_EQ(taken(DType::bf16, DType::f32, DType::f32), kGemmWorkspaceBytes + cuda::kWidenedRows * d.in * 4);
+  const std::array same{kGemmWorkspaceBytes, kGemmWorkspaceBytes};
+  EXPECT_EQ(taken(DType::bf16, DType::bf16, DType::bf16), same);
+  EXPECT_EQ(taken(DType::f32, DType::f32, DType::f32), same);
+  // Three parts of the weight and the sums over them; four parts of weight and rows, and sums for the weight.
+  const std::array mixed{
+      kGemmWorkspaceBytes + 3 * d.out * d.in * 2 + cuda::kSplitRows * 3 * d.out * 4,
+      kGemmWorkspaceBytes + 4 * d.out * d.in * 2 + cuda::kSplitRows * 4 * d.out * 2 + 3 * d.out * d.in * 4};
+  EXPECT_EQ(taken(DType::bf16, DType::f32, DType::f32), mixed);
   EXPECT_THROW(taken(DType::bf16, DType::f32, DType::bf16), Error);
   EXPECT_THROW(taken(DType::f32, DType::bf16, DType::f32), Error);
   EXPECT_THROW(taken(DType::bf16, DType::bf16, DType::f32), Error) << "no gradient of exact y beside a bf16 weight";

@@ -17,6 +17,7 @@
 #include "core/cuda/fast_math.h"
 #include "core/cuda/kernel.h"
 #include "core/cuda/partials.h"
+#include "core/cuda/piece.h"
 #include "ops/attn_res/cuda.h"
 
 namespace tessera::ops::attn_res::cuda {
@@ -25,7 +26,7 @@ namespace {
 using namespace tessera::cuda;
 
 constexpr int kMaxThreads = 512, kMaxWarps = kMaxThreads / 32;
-constexpr int kResident = 8;  // sources of a token that lie in registers
+constexpr int kResident = 8;  // the most sources of a token that lie in registers
 
 template <class T>
 struct Arguments {
@@ -86,24 +87,45 @@ __device__ float dot(const float (&x)[N][8], const float (&y)[N][8]) {
   return sum;
 }
 
-// Sums of K values over the block, the same in every thread, in one barrier: successive calls use the two halves of
-// their memory by turns, and nobody is a whole call ahead of another thread that still reads.
+// Sums of K values (a power of two) over the block, the same in every thread, in one barrier: successive calls use the
+// two halves of their memory by turns, and nobody is a whole call ahead of another thread that still reads.
+//
+// In a warp each step adds two lines of lanes, which hand each other the half of the values that the other keeps: K - 1
+// exchanges until a lane has one value, then a few until all lanes are in it, where K separate sums take 5 K.
 template <int K>
 struct BlockSums {
+  static_assert(K >= 1 && K <= 32 && (K & (K - 1)) == 0);
   struct alignas(4 * K) Values {
     float of[K];
   };
   Values (*halves)[kMaxWarps];
   int turn = 0;
 
+  // Lanes `kOffset` apart hand each other values until each keeps one. In steps that the compiler sees: what is indexed
+  // by a variable does not stay in registers.
+  template <int kKept, int kOffset>
+  __device__ static void fold(float (&x)[K], int lane) {
+    if constexpr (kOffset > 0) {
+      const bool upper = (lane & kOffset) != 0;
+      if constexpr (kKept == 0) x[0] += __shfl_xor_sync(0xffffffffu, x[0], kOffset);
+#pragma unroll
+      for (int k = 0; k < kKept; ++k) {
+        const float mine = upper ? x[kKept + k] : x[k], other = upper ? x[k] : x[kKept + k];
+        x[k] = mine + __shfl_xor_sync(0xffffffffu, other, kOffset);
+      }
+      fold<kKept / 2, kOffset / 2>(x, lane);
+    }
+  }
+
   __device__ void operator()(float (&x)[K]) {
     Values* of_warps = halves[turn];
     turn ^= 1;
-    Values sums;
-#pragma unroll
-    for (int k = 0; k < K; ++k) sums.of[k] = warp_sum(x[k]);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
+    const int lane = threadIdx.x % 32;
+    fold<K / 2, 16>(x, lane);
+    // A lane's value is the one that its upper bits count.
+    if (lane % (32 / K) == 0) of_warps[threadIdx.x / 32].of[lane / (32 / K)] = x[0];
     __syncthreads();
+    Values sums;
 #pragma unroll
     for (int k = 0; k < K; ++k) x[k] = 0;
     for (unsigned w = 0; w < blockDim.x / 32; ++w) {
@@ -240,62 +262,54 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   store_row(a.partials + blockIdx.x * a.width, a.width, a.whole, dq);
 }
 
-// Eight elements as they are stored.
-template <class T>
-struct Piece {
-  uint4 raw[sizeof(T) / 2];
-
-  __device__ const T* elements() const { return reinterpret_cast<const T*>(raw); }
-};
-template <class T>
-__device__ Piece<T> load_piece(const T* p, bool present) {
-  Piece<T> piece = {};
-  if (!present) return piece;
-#pragma unroll
-  for (size_t i = 0; i < sizeof(T) / 2; ++i) piece.raw[i] = reinterpret_cast<const uint4*>(p)[i];
-  return piece;
-}
-template <class T>
-__device__ void convert(const Piece<T>& piece, float (&x)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = to_float(piece.elements()[i]);
-}
-
-template <class T>
+// S: room for sources; what exceeds theirs costs time.
+template <class T, int S>
 __global__ void __launch_bounds__(kMaxThreads) resident_forward_kernel(const __grid_constant__ Arguments<T> a) {
-  __shared__ typename BlockSums<2 * kResident>::Values halves[2][kMaxWarps];
-  BlockSums<2 * kResident> block_sums{halves};
+  __shared__ typename BlockSums<2 * S>::Values halves[2][kMaxWarps];
+  BlockSums<2 * S> block_sums{halves};
   const int64_t column = int64_t(threadIdx.x) * 8;
   const bool present = column < a.width;
   float q[1][8];
   load_folded(a, q);
+  constexpr bool kAhead = sizeof(T) == 2;  // the next token's are on their way while this one's are reduced
+  Piece<T> v[S], next[S];
+  const auto load = [&](Piece<T>(&to)[S], int64_t t) {
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      to[s] = load_piece(a.source[s] + t * a.width + column, present && s < a.sources && t < a.last_token());
+    }
+  };
+  if constexpr (kAhead) load(next, a.first_token());
   for (int64_t t = a.first_token(); t < a.last_token(); ++t) {
-    const int64_t at = t * a.width + column;
-    Piece<T> v[kResident];
+    if constexpr (kAhead) {
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) v[s] = load_piece(a.source[s] + at, present && s < a.sources);
-    float sums[2 * kResident];  // squares, then products with q
+      for (int s = 0; s < S; ++s) v[s] = next[s];
+      load(next, t + 1);
+    } else {
+      load(v, t);
+    }
+    float sums[2 * S];  // squares, then products with q
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       float x[8];
-      convert(v[s], x);
-      sums[s] = sums[kResident + s] = 0;
+      v[s].convert(x);
+      sums[s] = sums[S + s] = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[s] += x[i] * x[i], sums[kResident + s] += q[0][i] * x[i];
+      for (int i = 0; i < 8; ++i) sums[s] += x[i] * x[i], sums[S + s] += q[0][i] * x[i];
     }
     block_sums(sums);
-    float top = -INFINITY, total = 0, rrms[kResident], score[kResident], h[8] = {};
+    float top = -INFINITY, total = 0, rrms[S], score[S], h[8] = {};
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       rrms[s] = rsqrtf(sums[s] / float(a.width) + a.eps);
-      score[s] = s < a.sources ? sums[kResident + s] * rrms[s] : -INFINITY;
+      score[s] = s < a.sources ? sums[S + s] * rrms[s] : -INFINITY;
       top = fmaxf(top, score[s]);
     }
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       const float weight = fast_exp(score[s] - top);
       float x[8];
-      convert(v[s], x);
+      v[s].convert(x);
       total += weight;
 #pragma unroll
       for (int i = 0; i < 8; ++i) h[i] += weight * x[i];
@@ -303,10 +317,10 @@ __global__ void __launch_bounds__(kMaxThreads) resident_forward_kernel(const __g
     const float inverse = 1.0f / total;
 #pragma unroll
     for (int i = 0; i < 8; ++i) h[i] *= inverse;
-    if (present) store8(a.h + at, h);
+    if (present) store8(a.h + t * a.width + column, h);
     if (a.alpha == nullptr) continue;
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       if (int(threadIdx.x) != s || s >= a.sources) continue;
       a.alpha[t * a.sources + s] = fast_exp(score[s] - top) * inverse;
       a.rrms[t * a.sources + s] = rrms[s], a.score[t * a.sources + s] = score[s];
@@ -318,22 +332,21 @@ __global__ void __launch_bounds__(kMaxThreads) resident_forward_kernel(const __g
 struct SourceScalars {
   float alpha = 0, rrms = 0, score = 0;
 };
-template <class T>
-__device__ Coefficients coefficients(const Arguments<T>& a, const SourceScalars& own,
-                                     const float (&products)[kResident]) {
+template <class T, int S>
+__device__ Coefficients coefficients(const Arguments<T>& a, const SourceScalars& own, const float (&products)[S]) {
   float product = 0, sum = 0;
 #pragma unroll
-  for (int s = 0; s < kResident; ++s) product = int(threadIdx.x % 32) == s ? products[s] : product;
+  for (int s = 0; s < S; ++s) product = int(threadIdx.x % 32) == s ? products[s] : product;
 #pragma unroll
-  for (int s = 0; s < kResident; ++s) sum += __shfl_sync(0xffffffffu, own.alpha, s) * (product - products[s]);
+  for (int s = 0; s < S; ++s) sum += __shfl_sync(0xffffffffu, own.alpha, s) * (product - products[s]);
   const float c = own.alpha * sum * own.rrms;
   return {own.alpha, c, c * own.score * own.rrms / float(a.width)};
 }
 
-template <class T>
+template <class T, int S>
 __global__ void __launch_bounds__(kMaxThreads) resident_backward_kernel(const __grid_constant__ Arguments<T> a) {
-  __shared__ typename BlockSums<kResident>::Values halves[2][kMaxWarps];
-  BlockSums<kResident> block_sums{halves};
+  __shared__ typename BlockSums<S>::Values halves[2][kMaxWarps];
+  BlockSums<S> block_sums{halves};
   const int64_t column = int64_t(threadIdx.x) * 8;
   const bool present = column < a.width;
   const int lane = threadIdx.x % 32;
@@ -342,22 +355,22 @@ __global__ void __launch_bounds__(kMaxThreads) resident_backward_kernel(const __
   for (int64_t t = a.first_token(); t < a.last_token(); ++t) {
     const int64_t at = t * a.width + column;
     const Piece<T> dh = load_piece(a.dh + at, present);
-    Piece<T> v[kResident], dv[kResident];
+    Piece<T> v[S], dv[S];
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) v[s] = load_piece(a.source[s] + at, present && s < a.sources);
+    for (int s = 0; s < S; ++s) v[s] = load_piece(a.source[s] + at, present && s < a.sources);
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) dv[s] = load_piece(a.dsource[s] + at, present && s < a.sources);
+    for (int s = 0; s < S; ++s) dv[s] = load_piece(a.dsource[s] + at, present && s < a.sources);
     SourceScalars own;
     if (lane < a.sources) {
       const int64_t scalar = t * a.sources + lane;
       own = {a.alpha[scalar], a.rrms[scalar], a.score[scalar]};
     }
-    float g[8], products[kResident];
-    convert(dh, g);
+    float g[8], products[S];
+    dh.convert(g);
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       float x[8];
-      convert(v[s], x);
+      v[s].convert(x);
       products[s] = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) products[s] += g[i] * x[i];
@@ -365,13 +378,13 @@ __global__ void __launch_bounds__(kMaxThreads) resident_backward_kernel(const __
     block_sums(products);
     const Coefficients mine = coefficients(a, own, products);
 #pragma unroll
-    for (int s = 0; s < kResident; ++s) {
+    for (int s = 0; s < S; ++s) {
       if (s >= a.sources) break;
       const float alpha = __shfl_sync(0xffffffffu, mine.alpha, s), c = __shfl_sync(0xffffffffu, mine.c, s),
                   pull = __shfl_sync(0xffffffffu, mine.pull, s);
       float x[8], dx[8];
-      convert(v[s], x);
-      convert(dv[s], dx);
+      v[s].convert(x);
+      dv[s].convert(dx);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         dx[i] += alpha * g[i] + c * q[0][i] - pull * x[i];
@@ -393,18 +406,15 @@ __global__ void __launch_bounds__(kPartialThreads)
   dgain[c] += query[c] * dq;
 }
 
-// Calls f<N>(threads): pieces of a thread, and the threads that hold a row.
-template <class F>
-void choose(int64_t width, F&& f) {
-  const auto threads = [&](int64_t pieces) { return static_cast<int>(ceil_div(width, pieces * 8 * 32) * 32); };
-  if (width <= kMaxThreads * 8) return f.template operator()<1>(threads(1));
-  f.template operator()<2>(threads(2));
-}
-
-// Whether a token's sources fit into the registers of the resident kernels.
-template <class T>
-bool resident(const Arguments<T>& a) {
-  return a.whole && a.sources <= kResident && a.width <= kMaxThreads * 8;
+// Calls f<N, S>(threads): pieces of a thread and threads that hold a row; room for sources in registers, or 0.
+template <class T, class F>
+void choose(const Arguments<T>& a, F&& f) {
+  const auto threads = [&](int64_t pieces) { return static_cast<int>(ceil_div(a.width, pieces * 8 * 32) * 32); };
+  if (a.width > kMaxThreads * 8) return f.template operator()<2, 0>(threads(2));
+  if (!a.whole || a.sources > kResident) return f.template operator()<1, 0>(threads(1));
+  if (a.sources <= 2) return f.template operator()<1, 2>(threads(1));
+  if (a.sources <= 4) return f.template operator()<1, 4>(threads(1));
+  f.template operator()<1, kResident>(threads(1));
 }
 
 // Whether the rows and vectors of these views may be read eight elements at a time.
@@ -439,9 +449,14 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
     if (saved != nullptr) {
       a.alpha = saved->alpha.gpu<float>(), a.rrms = saved->rrms.gpu<float>(), a.score = saved->score.gpu<float>();
     }
-    choose(d.width, [&]<int N>(int threads) {
-      launch(resident(a) ? resident_forward_kernel<T> : forward_kernel<T, N>, std::min(d.tokens, 2 * partial_count(d)),
-             threads, 0, stream)(a);
+    choose(a, [&]<int N, int S>(int threads) {
+      const auto kernel = [] {
+        if constexpr (S > 0)
+          return resident_forward_kernel<T, S>;
+        else
+          return forward_kernel<T, N>;
+      }();
+      launch(kernel, std::min(d.tokens, 2 * partial_count(d)), threads, 0, stream)(a);
     });
   });
 }
@@ -457,9 +472,14 @@ void backward(GpuStream stream, const Dims& d, const Inputs& in, const Saved& sa
     a.dh = dout.h.gpu<T>();
     a.partials = partials.gpu<float>();
     for (int s = 0; s < a.sources; ++s) a.dsource[s] = grads.sources[size_t(s)].gpu<T>();
-    choose(d.width, [&]<int N>(int threads) {
-      launch(resident(a) ? resident_backward_kernel<T> : backward_kernel<T, N>, partial_count(d), threads, 0,
-             stream)(a);
+    choose(a, [&]<int N, int S>(int threads) {
+      const auto kernel = [] {
+        if constexpr (S > 0)
+          return resident_backward_kernel<T, S>;
+        else
+          return backward_kernel<T, N>;
+      }();
+      launch(kernel, partial_count(d), threads, 0, stream)(a);
     });
     launch(add_partials, partial_blocks(d.width), kPartialThreads, 0, stream)(
         a.partials, partial_count(d), d.width, a.query, a.gain, grads.query.gpu<float>(), grads.gain.gpu<float>());

@@ -56,7 +56,7 @@ void forward(GpuStream stream, const Dims& d, const Inputs& in, const Outputs& o
   multiply_in(stream, groups, in, saved, w);
   activate(stream, d, saved, w.h);
   multiply_out(stream, groups, in, w);
-  if (out.squares.present()) add_squares(stream, d, saved, w.x, out.squares);
+  if (out.squares.present()) add_squares(stream, d, saved, w.x, w.squares, out.squares);
   combine_rows(stream, d, saved, w.x, in.weights, out.y);
 }
 

@@ -20,8 +20,9 @@ void derive(GpuStream, const Dims&, const Saved&, const View& weights, const Vie
             const View& dweights);
 
 // to (T, L) = sum over a token's slots, in their order, of weight times the slot's row of `from`. `weights` absent: 1.
-// squares (E) f64 += |row|^2 of each expert's rows.
-void add_squares(GpuStream, const Dims&, const Saved&, const View& rows, const View& squares);
 void combine_rows(GpuStream, const Dims&, const Saved&, const View& from, const View& weights, const View& to);
+
+// squares (E) f64 += |row|^2 of each expert's rows
+void add_squares(GpuStream, const Dims&, const Saved&, const View& rows, const View& parts, const View& squares);
 
 }  // namespace tessera::ops::experts::cuda

@@ -9,6 +9,7 @@
 // How many rows there are is known on the GPU alone: grids cover the capacity, and what lies past the last block
 // returns at once.
 #include "core/cuda/kernel.h"
+#include "core/cuda/piece.h"
 #include "ops/experts/cuda/order.h"
 #include "ops/glu/cuda/math.h"
 
@@ -19,22 +20,30 @@ using namespace tessera::cuda;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
+// A warp copies kCopies rows, all of them on their way at once. `rows` are whole blocks, so all are there or none.
+constexpr int kCopies = 4;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const T* from, int64_t stride, int64_t width, int64_t top_k, const int64_t* slots,
                   const int64_t* rows, bool whole, T* to) {
-  const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t row = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kCopies;
   if (row >= *rows) return;
-  const int64_t slot = slots[row];
-  const T* source = from + (slot < 0 ? 0 : slot / top_k * stride);
+  const T* source[kCopies];
+#pragma unroll
+  for (int i = 0; i < kCopies; ++i) {
+    const int64_t slot = slots[row + i];
+    source[i] = slot < 0 ? nullptr : from + slot / top_k * stride;
+  }
   for (int64_t c = threadIdx.x % 32 * 8; c < width; c += 32 * 8) {
-    float x[8] = {};
-    if (slot >= 0) load8(source + c, width - c, whole, x);
-    store8(to + row * width + c, width - c, whole, x);
+    Piece<T> x[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) x[i] = load_piece(source[i] + c, source[i] == nullptr ? 0 : width - c, whole);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) store_piece(x[i], to + (row + i) * width + c, width - c, whole);
   }
 }
 
-// `rows` are whole blocks, so rows of any width are a multiple of eight elements together.
+// Rows of whole blocks of any width are a multiple of eight elements together.
 template <class T, class Act>
 __global__ void __launch_bounds__(kThreads)
     activate_kernel(Act act, const T* gate, const T* up, int64_t width, const int64_t* rows, T* h) {
@@ -47,6 +56,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < 8; ++j) g[j] = act.value(g[j], v[j]);
   store8(h + i, g);
 }
+
+constexpr int kAtOnce = 2;  // pieces of a lane
 
 template <class T>
 struct DeriveArguments {
@@ -67,23 +78,32 @@ __global__ void __launch_bounds__(kThreads) derive_kernel(Act act, DeriveArgumen
   const int64_t slot = a.slots[row];
   const float p = slot < 0 ? 0.0f : a.weights[slot];
   float dot = 0;
-  for (int64_t c = lane * 8; c < a.width; c += 32 * 8) {
-    const int64_t at = row * a.width + c, left = a.width - c;
-    float gate[8], up[8], t[8], h[8];
-    load8(a.gate + at, left, a.whole, gate);
-    load8(a.up + at, left, a.whole, up);
-    load8(a.t + at, left, a.whole, t);
+  for (int64_t first = lane * 8; first < a.width; first += kAtOnce * 32 * 8) {
+    Piece<T> gates[kAtOnce], ups[kAtOnce], ts[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {  // elements past the row are 0 and give 0
-      const auto value = act.derivatives(gate[j], up[j]);
-      dot += value.h * t[j];
-      gate[j] = p * t[j] * value.gate;
-      up[j] = p * t[j] * value.up;
-      h[j] = p * value.h;
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = first + i * 32 * 8, at = row * a.width + c, left = a.width - c;
+      gates[i] = load_piece(a.gate + at, left, a.whole);
+      ups[i] = load_piece(a.up + at, left, a.whole);
+      ts[i] = load_piece(a.t + at, left, a.whole);
     }
-    store8(a.t + at, left, a.whole, gate);
-    store8(a.dup + at, left, a.whole, up);
-    store8(a.h + at, left, a.whole, h);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = first + i * 32 * 8, at = row * a.width + c, left = a.width - c;
+      float gate[8], up[8], t[8], h[8];
+      gates[i].convert(gate), ups[i].convert(up), ts[i].convert(t);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {  // elements past the row are 0 and give 0
+        const auto value = act.derivatives(gate[j], up[j]);
+        dot += value.h * t[j];
+        gate[j] = p * t[j] * value.gate;
+        up[j] = p * t[j] * value.up;
+        h[j] = p * value.h;
+      }
+      store8(a.t + at, left, a.whole, gate);
+      store8(a.dup + at, left, a.whole, up);
+      store8(a.h + at, left, a.whole, h);
+    }
   }
   dot = warp_sum(dot);
   if (lane == 0 && slot >= 0) a.dweights[slot] = dot;
@@ -110,19 +130,37 @@ __global__ void __launch_bounds__(kThreads)
   store8(to + token * stride + c, width - c, whole, sum);
 }
 
-// One block an expert: its rows are neighbours and padding rows come after them.
+// Block (e, part) adds its part of expert e's rows, which are neighbours; padding rows come after them. A thread takes
+// eight elements at a time, or one where rows cannot be read so.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    squares_kernel(const T* rows, int64_t width, const int64_t* offsets, const int64_t* counts, double* squares) {
+    square_parts_kernel(const T* rows, int64_t width, const int64_t* offsets, const int64_t* counts, double* parts) {
   __shared__ double shared[kThreads / 32];
-  const T* first = rows + offsets[blockIdx.x] * width;
+  const int64_t expert = blockIdx.x / kSquareParts, part = blockIdx.x % kSquareParts;
+  const T* first = rows + offsets[expert] * width;  // a multiple of 128 rows: aligned at any width
+  const int64_t elements = counts[expert] * width, pieces = (elements + 7) / 8;
+  const int64_t end = pieces * (part + 1) / kSquareParts;
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < counts[blockIdx.x] * width; i += kThreads) {
-    const float x = to_float(first[i]);
-    sum += double(x) * double(x);
+#pragma unroll 4
+  for (int64_t i = pieces * part / kSquareParts + threadIdx.x; i < end; i += kThreads) {
+    float x[8];
+    load8(first + i * 8, elements - i * 8, true, x);
+    float square = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) square += x[j] * x[j];
+    sum += double(square);
   }
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) squares[blockIdx.x] += sum;
+  if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_square_parts_kernel(const double* parts, int64_t experts, double* squares) {
+  const int64_t expert = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (expert >= experts) return;
+  double sum = 0;
+  for (int part = 0; part < kSquareParts; ++part) sum += parts[expert * kSquareParts + part];
+  squares[expert] += sum;
 }
 
 const int64_t* row_count(const Dims& d, const Saved& saved) { return saved.offsets.gpu<int64_t>() + d.experts; }
@@ -132,7 +170,7 @@ const int64_t* row_count(const Dims& d, const Saved& saved) { return saved.offse
 void gather_rows(GpuStream stream, const Dims& d, const Saved& saved, const View& from, const View& to) {
   dispatch(from.dtype(), [&](auto element) {
     using T = decltype(element);
-    launch(gather_kernel<T>, ceil_div(to.rows(), kWarps), kThreads, 0, stream)(
+    launch(gather_kernel<T>, ceil_div(to.rows(), kWarps * kCopies), kThreads, 0, stream)(
         from.gpu<T>(), from.row_stride(), d.width, d.top_k, saved.slots.gpu<int64_t>(), row_count(d, saved),
         eights(from, to), to.gpu<T>());
   });
@@ -164,12 +202,15 @@ void derive(GpuStream stream, const Dims& d, const Saved& saved, const View& wei
   });
 }
 
-void add_squares(GpuStream stream, const Dims& d, const Saved& saved, const View& rows, const View& squares) {
+void add_squares(GpuStream stream, const Dims& d, const Saved& saved, const View& rows, const View& parts,
+                 const View& squares) {
   dispatch(rows.dtype(), [&](auto element) {
     using T = decltype(element);
-    launch(squares_kernel<T>, d.experts, kThreads, 0, stream)(rows.gpu<T>(), d.width, saved.offsets.gpu<int64_t>(),
-                                                              saved.counts.gpu<int64_t>(), squares.gpu<double>());
+    launch(square_parts_kernel<T>, d.experts * kSquareParts, kThreads, 0, stream)(
+        rows.gpu<T>(), d.width, saved.offsets.gpu<int64_t>(), saved.counts.gpu<int64_t>(), parts.gpu<double>());
   });
+  launch(add_square_parts_kernel, ceil_div(d.experts, kThreads), kThreads, 0, stream)(parts.gpu<double>(), d.experts,
+                                                                                      squares.gpu<double>());
 }
 
 void combine_rows(GpuStream stream, const Dims& d, const Saved& saved, const View& from, const View& weights,

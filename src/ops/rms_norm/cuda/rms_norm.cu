@@ -7,6 +7,7 @@
 // bits never vary.
 #include "core/cuda/kernel.h"
 #include "core/cuda/partials.h"
+#include "core/cuda/piece.h"
 #include "ops/rms_norm/cuda.h"
 
 namespace tessera::ops::rms_norm::cuda {
@@ -106,28 +107,32 @@ __global__ void __launch_bounds__(kThreads, U* N < 6 ? 2 : 1) backward_kernel(Ar
   float dweight[N][8] = {};
   const int64_t begin = a.rows * blockIdx.x / gridDim.x, end = a.rows * (blockIdx.x + 1) / gridDim.x;
   for (int64_t first = begin + group; first - group < end; first += kGroups * U) {
-    float x[U][N][8], dy[U][N][8];
+    Piece<T> x[U][N], dy[U][N];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * kGroups;
-      load_row<T, G>(a.x + row * a.x_stride, a.width, a.whole, row < end, x[u]);
-      load_row<T, G>(a.dy + row * a.dy_stride, a.width, a.whole, row < end, dy[u]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const int64_t c = column<G>(n), left = row < end ? a.width - c : 0;
+        x[u][n] = load_piece(a.x + row * a.x_stride + c, left, a.whole);
+        dy[u][n] = load_piece(a.dy + row * a.dy_stride + c, left, a.whole);
+      }
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * kGroups;
       const float rstd = row < end ? a.rstd[row] : 0.0f;
-      float dot = 0;
+      float dot = 0, of_x[8], of_dy[8], w[8];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const int64_t c = column<G>(n);
-        float w[8];
         load8(a.weight + c, a.width - c, a.whole, w);
+        x[u][n].convert(of_x), dy[u][n].convert(of_dy);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          dweight[n][i] += dy[u][n][i] * x[u][n][i] * rstd;
-          dy[u][n][i] *= w[i];
-          dot += dy[u][n][i] * x[u][n][i];
+          const float product = of_dy[i] * of_x[i];
+          dweight[n][i] += product * rstd;
+          dot += product * w[i];
         }
       }
       const float pull = rstd * rstd * group_sum<G>(dot, shared) / float(a.width);
@@ -135,9 +140,11 @@ __global__ void __launch_bounds__(kThreads, U* N < 6 ? 2 : 1) backward_kernel(Ar
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const int64_t c = column<G>(n);
+        load8(a.weight + c, a.width - c, a.whole, w);  // from the nearest cache: registers are dearer
+        x[u][n].convert(of_x), dy[u][n].convert(of_dy);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[u][n][i] = rstd * (dy[u][n][i] - x[u][n][i] * pull);
-        store8(a.dx + row * a.dx_stride + c, a.width - c, a.whole, x[u][n]);
+        for (int i = 0; i < 8; ++i) of_x[i] = rstd * (of_dy[i] * w[i] - of_x[i] * pull);
+        store8(a.dx + row * a.dx_stride + c, a.width - c, a.whole, of_x);
       }
     }
   }
