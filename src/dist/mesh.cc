@@ -66,13 +66,11 @@ Communicator group(const char* axis, int channel, const Layout& l, Transport& ho
 }
 
 const Layout& checked(const Layout& layout, int processes) {
-  if (layout.processes() != processes) {
-    fail_user(
-        "{} processes were started and [parallel] is for {} ({}); set parallel.data = {}, or start as many as it asks "
-        "for",
-        processes, layout.processes(), layout.to_string(), processes);
-  }
-  return layout;
+  if (layout.processes() == processes) return layout;
+  const int64_t others = layout.processes() / layout.data;
+  fail_user("{} processes were started and [parallel] is for {} ({}); {} as many as it asks for", processes,
+            layout.processes(), layout.to_string(),
+            processes % others == 0 ? fmt::format("set parallel.data = {}, or start", processes / others) : "start");
 }
 
 }  // namespace
